@@ -1,30 +1,25 @@
-"""What the promise of transparency is tested with: small models, ways to shard them, and the stated reference.
-
-The reference is a plain model on one process. The gradient of each rank's micro-batch is computed alone, in the dtypes
-of the policy; then they are summed in rank order, divided by the number of ranks, and a plain optimizer steps.
-"""
+"""What the promise of transparency is tested with: a small transformer, and ways to shard and to train it."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fsdp_parity import assert_same_grads, put_mean_grads
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
-from scale_core.shard import shard_of
-from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_fsdp.fully_sharded_data_parallel import shard_for_wrapper
-from scale_fsdp.runtime.unit import units_in
 
 DIM, TOKENS, VOCABULARY = 6, 5, 11
 
@@ -175,152 +170,42 @@ def loss_of(output: Tensor) -> Tensor:
     return (output.float() - weights).square().mean()
 
 
-@dataclass
-class Reference:
-    """The plain model that all ranks together must equal.
-
-    Attributes:
-        world: The number of ranks it stands for.
-        replicas: Copies of the model among them; averages are taken in each, then of those.
-    """
-
-    model: nn.Module
-    world: int
-    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    replicas: int = 1
-
-    def gradients(self, batches: Sequence[Sequence[Tensor]], no_sync: bool = False) -> list[list[float]]:
-        """Puts the gradients of one step into the model; returns the losses, by rank and micro-batch."""
-        results = [[self._alone(data) for data in micro_batches] for micro_batches in batches]
-        params = dict(self.model.named_parameters())
-        for name, param in params.items():
-            param.grad = None
-            per_rank = [[grads.get(name) for _, grads in result] for result in results]
-            if no_sync:
-                self._reduce(param, [_sum([g.to(param.dtype) for g in grads if g is not None]) for grads in per_rank])
-            else:
-                for grads in zip(*per_rank, strict=True):
-                    self._reduce(param, list(grads))
-        return [[loss for loss, _ in result] for result in results]
-
-    def _alone(self, data: Tensor) -> tuple[float, dict[str, Tensor]]:
-        """One rank's loss and gradients, computed in the policy's dtypes."""
-        replica, dtype = copy.deepcopy(self.model), self.precision.param_dtype
-        if dtype is not None:
-            for param in replica.parameters():
-                param.data = param.data.to(dtype)
-            data = data.to(dtype) if data.is_floating_point() else data
-        replica.zero_grad()
-        output = replica(data)
-        if self.precision.output_dtype is not None:
-            output = output.to(self.precision.output_dtype)
-        loss = loss_of(output)
-        loss.backward()
-        return loss.item(), {name: p.grad for name, p in replica.named_parameters() if p.grad is not None}
-
-    def _reduce(self, param: nn.Parameter, grads: Sequence[Tensor | None]) -> None:
-        if all(grad is None for grad in grads):
-            return
-        wire = self.precision.reduce_dtype or self.precision.param_dtype or param.dtype
-        summands = [torch.zeros_like(param) if g is None else g.to(wire).to(param.dtype) for g in grads]
-        size = self.world // self.replicas
-        mean = _mean([_mean(summands[first : first + size]) for first in range(0, self.world, size)])
-        param.grad = mean if param.grad is None else param.grad + mean
+def assert_cases_train_as_plain(cases: Sequence[Case]) -> None:
+    """Trains every case in turn, sharded and plain, and compares the losses, gradients and weights of each step."""
+    for case in cases:
+        try:
+            _assert_trains_as_plain(case)
+        except BaseException as error:
+            error.add_note(f"in {case}")
+            raise
 
 
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
-    return _sum(tensors) / len(tensors) if len(tensors) > 1 else tensors[0]
-
-
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
-        total += tensor
-    return total
-
-
-def local_grads(model: nn.Module) -> Iterator[tuple[str, int, int, Tensor | None]]:
-    """Yields each parameter's name, its range on this rank and the gradient [stop - start] of that range."""
-    for name, param in model.named_parameters():
-        if not name.rpartition(".")[2].startswith("flat_param_"):
-            shard = shard_of(param)
-            assert shard is not None
-            yield name, shard.start, shard.stop, None if param.grad is None else local_tensor(param.grad).reshape(-1)
-    for buffer in (buffer for unit in units_in(model) for buffer in unit.buffers if buffer.flatten):
-        grad = buffer.sharded_params[0].grad
-        for name, span in zip(buffer.names, buffer.spans, strict=True):
-            mine = None if grad is None else local_tensor(grad).narrow(0, span.shard_offset, span.numel)
-            yield name, span.start, span.stop, mine
-
-
-def differing_grads(model: nn.Module, plain: nn.Module) -> list[str]:
-    """Names the parameters whose local gradient is not bitwise that part of the plain model's."""
-    wanted = {name: p.grad for name, p in plain.named_parameters(remove_duplicate=False)}
-    wrong = []
-    for name, start, stop, grad in local_grads(model):
-        whole = wanted[name]
-        if whole is None or grad is None:
-            if (whole is None) != (grad is None):
-                wrong.append(f"gradient of {name}: {'None' if grad is None else 'there'}, plain the other way round")
-        elif not torch.equal(grad, whole.reshape(-1)[start:stop]):
-            wrong.append(f"gradient of {name}: {_distance(grad, whole.reshape(-1)[start:stop])}")
-    return wrong
-
-
-def differing_weights(model: nn.Module, plain: nn.Module | Mapping[str, Tensor]) -> list[str]:
-    """Names the entries of the two state dicts that are not bitwise equal; all ranks call it together."""
-    ours, theirs = model.state_dict(), plain.state_dict() if isinstance(plain, nn.Module) else plain
-    wrong = [f"only one has {name}" for name in set(ours) ^ set(theirs)]
-    return wrong + [
-        f"{name}: {_distance(ours[name], theirs[name])}"
-        for name in ours
-        if name in theirs and not (ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]))
-    ]
-
-
-def is_norm_of(norm: Tensor, grads: Sequence[Tensor]) -> bool:
-    """Whether a norm is the 2-norm of fp32 gradients.
-
-    Of a long gradient, 256 squares at a time are added in fp32: in any order, their sum is off by 2e-5 at most.
-    """
-    expected = torch.nn.utils.get_total_norm([grad.double() for grad in grads])
-    return torch.allclose(norm.double(), expected, rtol=1e-5, atol=0.0)
-
-
-def _distance(ours: Tensor, theirs: Tensor) -> str:
-    if ours.shape != theirs.shape:
-        return f"shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"
-    return f"off by up to {(ours.double() - theirs.double()).abs().max().item():.3g} ({ours.dtype}, {theirs.dtype})"
-
-
-def train_beside_reference(case: Case, process_group: Any = None) -> list[str]:
-    """Trains sharded and plain side by side; returns whatever is not bitwise equal on this rank."""
-    group = group_of(process_group)
-    plain = case.build()
+def _assert_trains_as_plain(case: Case) -> None:
+    group, plain = group_of(), case.build()
     model = copy.deepcopy(plain)
-    model.checkpointing = case.checkpointing
-    for block in model.blocks:
-        block.checkpointing = case.checkpointing
-    model = shard(model, case, process_group)
+    for module in (model, *model.blocks):
+        module.checkpointing = case.checkpointing
+    model = shard(model, case)
     cls, kwargs = OPTIMIZERS[case.optimizer]
-    optimizer, plain_optimizer = cls(model.parameters(), **kwargs), cls(plain.parameters(), **kwargs)
-    reference = Reference(plain, group.size, PRECISIONS[case.precision], case.replicas)
-    wrong: list[str] = []
+    optimizers = [cls(each.parameters(), **kwargs) for each in (model, plain)]
+
+    def losses_of(replica: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
+        for micro_batch in range(case.accumulate):
+            yield loss_of(replica(batch(case.model, step, rank, micro_batch)))
+
     for step in range(case.steps):
-        data = [[batch(case.model, step, rank, m) for m in range(case.accumulate)] for rank in range(group.size)]
-        expected = reference.gradients(data, case.no_sync)[group.rank]
-        losses = accumulate(model, data[group.rank], case.no_sync)
-        if losses != expected:
-            wrong.append(f"losses {losses} instead of {expected}")
-        wrong += differing_grads(model, plain)
+        expected = put_mean_grads(
+            plain, losses_of, step, group.size, PRECISIONS[case.precision], replicas=case.replicas, no_sync=case.no_sync
+        )
+        data = [batch(case.model, step, group.rank, micro_batch) for micro_batch in range(case.accumulate)]
+        assert accumulate(model, data, case.no_sync) == expected[group.rank], f"losses of step {step}"
+        assert_same_grads(model, plain, f"step {step}")
         if case.clip:
-            wrong += clip_both(model, plain)
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
-        if wrong:
-            return [f"rank {group.rank} of {group.size}, step {step}, {case}: {line}" for line in wrong]
-    return [f"rank {group.rank} of {group.size}, {case}: {line}" for line in differing_weights(model, plain)]
+            clip_both(model, plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(model, plain)
 
 
 def accumulate(model: nn.Module, micro_batches: Sequence[Tensor], no_sync: bool) -> list[float]:
@@ -338,26 +223,16 @@ def accumulate(model: nn.Module, micro_batches: Sequence[Tensor], no_sync: bool)
     return losses
 
 
-def clip_both(model: nn.Module, plain: nn.Module) -> list[str]:
-    """Clips; norms may differ by rounding, so the plain gradients are scaled by the sharded model's norm."""
-    grads = [p.grad for p in plain.parameters() if p.grad is not None]
-    norm = model.clip_grad_norm_(0.3)
-    wrong = [] if is_norm_of(norm, grads) else [f"norm {norm.item()!r} instead of the plain model's"]
-    torch._foreach_mul_(grads, torch.clamp(0.3 / (norm + 1e-6), max=1.0))
-    return wrong
+def clip_both(model: nn.Module, plain: nn.Module, max_norm: float = 0.3) -> None:
+    """Clips; norms may differ by rounding, so the plain gradients are scaled by the sharded model's norm.
 
-
-def run_cases(cases: Sequence[Case]) -> list[str]:
-    """Trains every case in turn, for `run_ranks`; returns what was wrong in the first that differs."""
-    for case in cases:
-        try:
-            wrong = train_beside_reference(case)
-        except BaseException as error:
-            error.add_note(f"in {case}")
-            raise
-        if wrong:
-            return wrong
-    return []
+    Of a long gradient, 256 squares at a time are added in fp32: in any order, their sum is off by 2e-5 at most.
+    """
+    grads = [param.grad for param in plain.parameters() if param.grad is not None]
+    norm = model.clip_grad_norm_(max_norm)
+    expected = torch.nn.utils.get_total_norm([grad.double() for grad in grads])
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0.0)
+    torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
 
 
 def pairwise(**choices: Sequence[Any]) -> list[dict[str, Any]]:

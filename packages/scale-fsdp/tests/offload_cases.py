@@ -15,6 +15,7 @@ import scale_fsdp.offload.backward
 import scale_fsdp.offload.optimizer
 import scale_fsdp.offload.placement
 import scale_fsdp.offload.transfer
+from scale_check.exact import assert_equal
 
 ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adam, fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
@@ -75,26 +76,6 @@ def twins() -> tuple[nn.Sequential, nn.Sequential]:
     return model, copy.deepcopy(model)
 
 
-def assert_same_weights(one: nn.Module, other: nn.Module) -> None:
-    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs), f"{name} differs in {int((mine != theirs).sum())} elements"
-
-
-def assert_same_state(one: Optimizer, other: Optimizer) -> None:
-    mine, theirs = one.state_dict(), other.state_dict()
-    assert mine.keys() == theirs.keys() and mine["param_groups"] == theirs["param_groups"]
-    assert mine["state"].keys() == theirs["state"].keys()
-    for key, values in theirs["state"].items():
-        assert mine["state"][key].keys() == values.keys()
-        for name, value in values.items():
-            found = mine["state"][key][name]
-            if isinstance(value, Tensor):
-                assert found.shape == value.shape and found.dtype == value.dtype, f"{name} of parameter {key}"
-                assert torch.equal(found, value), f"{name} of parameter {key}"
-            else:
-                assert found == value
-
-
 Step = Callable[[nn.Module, Optimizer, int], None]
 
 
@@ -110,5 +91,5 @@ def assert_trains_alike(
     for number in range(steps):
         step(mine, ours, number)
         step(theirs, other, number)
-    assert_same_weights(mine, theirs)
-    assert_same_state(ours, other)
+    assert_equal(mine, theirs)
+    assert_equal(ours, other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,26 +109,3 @@ def fill(optimizer: torch.optim.Optimizer, seed: int) -> None:
         for value in values.values():
             if isinstance(value, Tensor) and value.ndim:
                 value.copy_(torch.randn(value.shape, generator=generator).abs())
-
-
-@dataclass
-class Differences:
-    """What is not bitwise equal, by name."""
-
-    found: list[str] = field(default_factory=list)
-
-    def compare(self, what: str, ours: Any, theirs: Any) -> None:
-        """Compares nested dicts and lists of tensors and values."""
-        if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-            if ours.shape != theirs.shape or ours.dtype != theirs.dtype or not torch.equal(ours.cpu(), theirs.cpu()):
-                self.found.append(f"{what}: {tuple(ours.shape)} {ours.dtype} {ours} instead of {theirs}")
-        elif isinstance(ours, dict) and isinstance(theirs, dict):
-            if ours.keys() != theirs.keys():
-                self.found.append(f"{what}: {list(ours)} instead of {list(theirs)}")
-            for key in ours.keys() & theirs.keys():
-                self.compare(f"{what}.{key}", ours[key], theirs[key])
-        elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-            for number, pair in enumerate(zip(ours, theirs, strict=True)):
-                self.compare(f"{what}[{number}]", *pair)
-        elif ours != theirs:
-            self.found.append(f"{what}: {ours!r} instead of {theirs!r}")

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from fsdp_beside import noise
+from fsdp_parity import noise
 from torch import nn
 
-from scale_core.testing import run_ranks
+from scale_check.exact import gather_values
 from scale_fsdp import FullyShardedDataParallel, full_state_dict, fully_shard, reshard_to
 
 
@@ -66,7 +66,7 @@ ASSIGNMENTS = {
 
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("how", ASSIGNMENTS)
-def test_parameters_and_modules_that_are_put_into_a_sharded_model_are_found_by_the_next_forward(how, has_run):
+def test_what_is_put_into_a_sharded_model_fails_the_next_forward(how, has_run):
     change, expected = ASSIGNMENTS[how]
     whole = model()
     if has_run:
@@ -100,26 +100,24 @@ REPLACERS = {
 }
 
 
-def use_after_assignment(how: str) -> str:
+@pytest.mark.parametrize("how", REPLACERS)
+@pytest.mark.ranks(2)
+def test_an_assigned_parameter_is_found_before_it_is_replaced(how):
     whole = model()
     run(whole)
     whole.body[0].weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(RuntimeError) as caught:
         REPLACERS[how](whole)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "another tensor stands in the place of 'body.0.weight', by an assignment" in message
 
 
-@pytest.mark.parametrize("how", REPLACERS)
-def test_an_assigned_parameter_is_found_by_whatever_would_put_the_old_one_in_its_place(how):
-    for message in run_ranks(use_after_assignment, 2, how):
-        assert "another tensor stands in the place of 'body.0.weight', by an assignment" in message
+@pytest.mark.parametrize("how", ["summon_full_params", "apply", "unshard", "forward"])
+@pytest.mark.ranks(1, 2)
+def test_a_parameter_assigned_while_its_unit_is_full_is_found(how):
+    def assign(module: nn.Module) -> None:
+        module.head.weight = nn.Parameter(torch.ones(11, 4))
 
-
-def assign(module: nn.Module) -> None:
-    module.head.weight = nn.Parameter(torch.ones(11, 4))
-
-
-def assign_while_whole(how: str) -> str:
     whole = model()
     run(whole)
     with pytest.raises(RuntimeError) as caught:
@@ -135,14 +133,8 @@ def assign_while_whole(how: str) -> str:
         else:
             whole.recurrent.register_forward_hook(lambda *_: assign(whole))
             run(whole)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("how", ["summon_full_params", "apply", "unshard", "forward"])
-def test_a_parameter_that_is_assigned_while_its_unit_is_whole_is_found_before_it_is_lost(how, world):
-    for message in run_ranks(assign_while_whole, world, how):
-        assert "another tensor stands in the place of 'head.weight', by an assignment" in message
+    message = str(caught.value)
+    assert "another tensor stands in the place of 'head.weight', by an assignment" in message
 
 
 def test_what_brings_no_parameters_may_be_put_in():
@@ -155,7 +147,7 @@ def test_what_brings_no_parameters_may_be_put_in():
     run(whole)
 
 
-def test_modules_may_be_put_in_until_what_is_around_them_is_sharded():
+def test_modules_may_be_put_in_until_their_parent_is_sharded():
     whole = Model()
     fully_shard(whole.body[0])
     whole.body[2] = nn.Linear(4, 4)
@@ -172,24 +164,22 @@ def test_a_module_that_sets_its_own_weights_is_left_alone(flatten):
     run(whole)
 
 
-def swap_memory(name: str) -> str:
+@pytest.mark.parametrize("name", ["embed.weight", "body.0.weight"])
+@pytest.mark.ranks(1)
+def test_memory_that_was_swapped_is_found_by_the_next_forward(name):
     whole = model()
     run(whole)
     param = whole.get_parameter(name)
     param.data = torch.zeros_like(param)
     with pytest.raises(RuntimeError, match="has got other memory since it was sharded") as caught:
         run(whole)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["embed.weight", "body.0.weight"])
-def test_memory_that_was_swapped_is_found_by_the_next_forward(name):
-    (message,) = run_ranks(swap_memory, 1, name)
+    (message,) = gather_values(str(caught.value))
     assert message.startswith(f"'{name}' of ")
     assert "param.copy_(values)" in message
 
 
-def assign_data() -> None:
+@pytest.mark.ranks(2)
+def test_data_of_shards_may_be_assigned():
     whole = model()
     for param in whole.parameters():
         values = torch.arange(param.numel(), dtype=param.dtype).view(param.shape)
@@ -198,10 +188,6 @@ def assign_data() -> None:
         param.data = torch.zeros_like(param)
         assert not param.any()
     run(whole)
-
-
-def test_data_of_shards_may_be_assigned():
-    run_ranks(assign_data, 2)
 
 
 def test_values_may_be_written_in_place():

@@ -17,7 +17,6 @@ from scale_core.comm.group import group_of
 from scale_core.hooks.autograd import register_grad_published_hook, register_reduced_grad_hook
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_fsdp import OffloadOptimizer, StepError, fully_shard
 from scale_fsdp.offload.backward import ConsumedGradient
 
@@ -103,7 +102,8 @@ def lead(log: Sequence[str], word: str) -> list[int]:
     return [sum(begins[number] < begin < told[number] for begin in begins[:number]) for number in range(2, UNITS)]
 
 
-def are_told_of_one_unit_later() -> None:
+@pytest.mark.ranks(0, 2)
+def test_gradients_are_told_of_one_unit_later() -> None:
     model = sharded()
     with listening(model.log):
         for step in range(3):
@@ -120,7 +120,8 @@ def are_told_of_one_unit_later() -> None:
         assert not [line for line in model.log if line.startswith("arriving")], "they are added to what is there"
 
 
-def stand_in_grad_at_once_for_who_uses_them_up() -> None:
+@pytest.mark.ranks(0, 2)
+def test_gradients_used_up_in_the_pass_are_in_grad_at_once() -> None:
     model = sharded()
     first = model.layers[2].weight
     with listening(model.log, at_once=[first]):
@@ -130,7 +131,8 @@ def stand_in_grad_at_once_for_who_uses_them_up() -> None:
     assert model.log.index("arriving 3") < model.log.index("backward 1") < model.log.index("reduced 3")
 
 
-def are_those_of_the_pass_as_ever() -> None:
+@pytest.mark.ranks(0, 2)
+def test_reduced_gradients_are_those_of_the_pass() -> None:
     mine, theirs = sharded(), sharded()
     seen: dict[str, Tensor] = {}
 
@@ -149,7 +151,8 @@ def are_those_of_the_pass_as_ever() -> None:
         assert one.grad is seen[shard_of(one).name] and torch.equal(one.grad, other.grad)  # type: ignore[union-attr]
 
 
-def travel_one_unit_longer_to_replicas() -> None:
+@pytest.mark.ranks(2)
+def test_gradients_of_replicas_are_told_of_two_units_later() -> None:
     model = sharded(mesh=init_device_mesh("cpu", (group_of().size, 1), mesh_dim_names=("copies", "shard")))
     with listening(model.log):
         backward(model, 0)
@@ -157,7 +160,8 @@ def travel_one_unit_longer_to_replicas() -> None:
     assert "arriving 0" not in model.log and model.log[-1] == f"reduced {UNITS - 1}"
 
 
-def are_used_before_the_pass_is_over() -> None:
+@pytest.mark.ranks(2)
+def test_an_overlapped_step_uses_gradients_during_the_pass() -> None:
     """With overlap_step=True a unit has its new values when the backward of the second unit after it begins."""
     mine, theirs = sharded(), sharded()
     settings: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1}
@@ -178,7 +182,17 @@ def are_used_before_the_pass_is_over() -> None:
                 assert torch.equal(one, plain)
 
 
-def a_pass_that_fails_gives_no_gradient_but_what_was_used_is_gone() -> None:
+@pytest.mark.ranks(2)
+def test_a_pass_that_fails_gives_no_gradient() -> None:
+    def failure_in(model: Layers) -> str:
+        """One rank fails in the backward pass; what the ranks are told."""
+        if group_of().rank == 1:
+            model.fails_at = 1
+        expected = ValueError if group_of().rank == 1 else StepError
+        with pytest.raises(expected) as caught:
+            backward(model, 2)
+        return str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+
     model = sharded()
     optimizer = OffloadOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, overlap_step=True)
     kept = sharded()
@@ -204,37 +218,3 @@ def a_pass_that_fails_gives_no_gradient_but_what_was_used_is_gone() -> None:
     optimizer.zero_grad()
     backward(model, 4)
     optimizer.step()
-
-
-def failure_in(model: Layers) -> str:
-    """One rank fails in the backward pass; what the ranks are told."""
-    if group_of().rank == 1:
-        model.fails_at = 1
-    expected = ValueError if group_of().rank == 1 else StepError
-    with pytest.raises(expected) as caught:
-        backward(model, 2)
-    return str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-
-
-CASES: tuple[Callable[[], None], ...] = (
-    are_told_of_one_unit_later,
-    stand_in_grad_at_once_for_who_uses_them_up,
-    are_those_of_the_pass_as_ever,
-    travel_one_unit_longer_to_replicas,
-    are_used_before_the_pass_is_over,
-    a_pass_that_fails_gives_no_gradient_but_what_was_used_is_gone,
-)
-
-
-def everything() -> None:
-    for case in CASES:
-        case()
-
-
-def test_reduced_gradients_of_two_ranks() -> None:
-    run_ranks(everything, 2)
-
-
-@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.__name__)
-def test_so_it_is_in_a_world_of_one(case: Callable[[], None]) -> None:
-    case()

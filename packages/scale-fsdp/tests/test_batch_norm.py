@@ -1,10 +1,10 @@
 """Batch norms in units of their own: in their dtype, gathered until their backward, equal to the plain model."""
 
+import pytest
 import torch
-from fsdp_beside import noise
+from fsdp_parity import noise
 from torch import nn
 
-from scale_core.testing import run_ranks
 from scale_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
@@ -44,8 +44,8 @@ def batch(rank: int) -> torch.Tensor:
     return noise(4, 3, 6, 6, seed=rank)
 
 
-def units_of_norms() -> list[str]:
-    wrong = []
+@pytest.mark.ranks(2)
+def test_batch_norms_train_as_in_the_plain_model():
     plain, model = (with_sync_in_evaluation(convolutions()) for _ in range(2))
     fully_shard(with_units_of_norms(model))
     rank = torch.distributed.get_rank()
@@ -53,21 +53,18 @@ def units_of_norms() -> list[str]:
     for each in (model, plain):
         outputs.append(each(batch(rank)))
         outputs[-1].square().mean().backward()
-    if not torch.equal(*outputs):
-        wrong.append("other outputs")
+    assert torch.equal(*outputs), "other outputs"
     for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
-        if not torch.equal(ours, theirs):
-            wrong.append(f"{name} differs")
+        assert torch.equal(ours, theirs), f"{name} differs"
     mean = plain[1].weight.grad.clone()
     torch.distributed.all_reduce(mean)
     unit = unit_of(model[1])
     span = unit.buffers[0].spans[0]
-    if not torch.equal(model[1].weight.grad.to_local(), mean[span.start : span.stop] / 2):
-        wrong.append("the gradient is not the mean of all ranks'")
-    return wrong
+    assert torch.equal(model[1].weight.grad.to_local(), mean[span.start : span.stop] / 2)
 
 
-def in_bf16() -> list[str]:
+@pytest.mark.ranks(2)
+def test_batch_norms_keep_fp32_in_a_bf16_model_and_hand_bf16_on():
     """What each module takes and returns while the model computes in bf16."""
     model = with_sync_in_evaluation(convolutions())
     fully_shard(with_units_of_norms(model), mp_policy=BF16)
@@ -86,13 +83,5 @@ def in_bf16() -> list[str]:
     model(batch(0)).float().sum().backward()
     half, full = torch.bfloat16, torch.float32
     expected = [([full, full], full, half, half), ([], full, half, half), ([full, full], full, half, half)]
-    wrong = [] if seen == expected else [str(seen)]
-    return wrong + [f"{name} has no fp32 gradient" for name, p in model.named_parameters() if p.grad.dtype != full]
-
-
-def test_batch_norms_train_as_in_the_plain_model():
-    assert not any(run_ranks(units_of_norms, 2))
-
-
-def test_batch_norms_keep_fp32_in_a_bf16_model_and_hand_bf16_on():
-    assert not any(run_ranks(in_bf16, 2))
+    assert seen == expected, str(seen)
+    assert not [f"{name} has no fp32 gradient" for name, p in model.named_parameters() if p.grad.dtype != full]

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from fsdp_beside import noise, sharded
+from fsdp_parity import noise, sharded
 from torch import nn
 
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 
 
@@ -30,49 +29,39 @@ def refused(model: nn.Module, call) -> str:
     return str(caught.value)
 
 
-def call_the_head(reshard: bool) -> str:
-    return refused(
+@pytest.mark.fault(85)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2)
+def test_a_module_called_past_its_unit_is_refused(reshard):
+    message = refused(
         sharded(Model(), [""], reshard_after_forward=reshard),
         lambda model: (model(noise(2, 3)), model.head(noise(2, 3))),
     )
+    assert "a Linear of the root unit" in message
+    assert "(weight, bias)" in message
+    assert "call the Model itself, model(...)" in message
 
 
-def call_forward(reshard: bool) -> str:
-    return refused(
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2)
+def test_forward_in_place_of_the_call_is_refused(reshard):
+    message = refused(
         sharded(Model(), [""], reshard_after_forward=reshard),
         lambda model: (model(noise(2, 3)), model.forward(noise(2, 3))),
     )
+    assert "a Model of the root unit" in message
+    assert "(scale)" in message
 
 
-@pytest.mark.fault(85)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_module_called_past_its_unit_is_refused_and_training_goes_on(reshard):
-    for message in run_ranks(call_the_head, 2, reshard):
-        assert "a Linear of the root unit" in message
-        assert "(weight, bias)" in message
-        assert "call the Model itself, model(...)" in message
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_forward_in_place_of_the_call_is_refused(reshard):
-    for message in run_ranks(call_forward, 2, reshard):
-        assert "a Model of the root unit" in message
-        assert "(scale)" in message
-
-
-def call_where_it_is_whole() -> list[str]:
+@pytest.mark.ranks(2)
+def test_the_ways_out_that_the_error_names_work():
     plain = Model()
     expected = plain.head(noise(2, 3))
     model, head = sharded(plain, [""]), sharded(plain, ["head", ""])
-    wrong = []
     with torch.no_grad(), model.summon_full_params():
         for call in (model.head, lambda x: model.forward(x)):
-            wrong += [] if torch.allclose(call(noise(2, 3)), expected) else ["summoned: other numbers"]
-    return wrong if torch.equal(head.head(noise(2, 3)), expected) else [*wrong, "a unit of its own: other numbers"]
-
-
-def test_the_ways_out_that_the_error_names_work():
-    assert not any(run_ranks(call_where_it_is_whole, 2))
+            assert torch.allclose(call(noise(2, 3)), expected), "summoned: other numbers"
+    assert torch.equal(head.head(noise(2, 3)), expected), "a unit of its own: other numbers"
 
 
 def test_in_a_world_of_one_nothing_is_in_the_way():

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import Net, batch, differing_weights, loss_of
+from fsdp_cases import Net, batch, loss_of
 from torch import nn
 
-from scale_core.testing import run_ranks
+from scale_check.exact import assert_equal
 from scale_fsdp import fully_shard
 
 # The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
@@ -37,59 +37,41 @@ def compiled(way: str, backend: str | Callable[..., Any], reshard: bool) -> nn.M
     return torch.compile(model, backend=backend) if way == "around" else model
 
 
-def train(way: str, backend: str, reshard: bool) -> list[str]:
+def train(way: str, backend: str, reshard: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(7)
     plain, model = Net(), compiled(way, backend, reshard)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.02, momentum=0.9) for each in (model, plain)]
-    wrong: list[str] = []
     for step in range(STEPS):
         losses = []
         for each in (model, plain):
             loss = loss_of(each(batch("gpt", step)))  # The same batch on every rank: the mean is the plain gradient.
             loss.backward()
             losses.append(loss.item())
-        if losses[0] != losses[1]:
-            wrong.append(f"step {step}: losses {losses}")
+        assert losses[0] == losses[1], f"step {step}: losses {losses}"
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     with torch.no_grad():
-        if not torch.equal(model.eval()(batch("gpt", 9)), plain.eval()(batch("gpt", 9))):
-            wrong.append("evaluation differs")
+        assert torch.equal(model.eval()(batch("gpt", 9)), plain.eval()(batch("gpt", 9))), "evaluation differs"
     ours = {name.replace("_orig_mod.", ""): tensor for name, tensor in model.state_dict().items()}
-    return [f"{way}, {backend}, reshard={reshard}: {line}" for line in wrong + differing_weights(_Of(ours), plain)]
+    assert_equal(ours, plain)
 
 
-def distance_with_inductor() -> float:
-    torch.manual_seed(7)
-    plain, model = Net(), compiled("wrapped", "inductor", reshard=True)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.02, momentum=0.9) for each in (model, plain)]
-    for step in range(STEPS):
-        for each in (model, plain):
-            loss_of(each(batch("gpt", step))).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    ours, theirs = model.state_dict().values(), plain.state_dict().values()
-    return max((mine - other).abs().max().item() for mine, other in zip(ours, theirs, strict=True))
+def train_all(*ways: str) -> None:
+    for way in ways:
+        for backend, reshard in SETTINGS:
+            train(way, backend, reshard)
 
 
-class _Of:
-    """What has this state dict."""
-
-    def __init__(self, state: dict[str, torch.Tensor]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._state
+@pytest.mark.ranks(2)
+def test_compiled_blocks_train_as_plain_ones() -> None:
+    train_all("wrapped")
 
 
-def train_all(*ways: str) -> list[str]:
-    return [line for way in ways for backend, reshard in SETTINGS for line in train(way, backend, reshard)]
-
-
-def graphs_of(way: str) -> list[int]:
+@pytest.mark.parametrize("way", ["wrapped", "in place, before"])
+@pytest.mark.ranks(2)
+def test_one_graph_serves_all_blocks_and_one_the_evaluation(way: str) -> None:
     """How many graphs there are after each of three steps, and after an evaluation."""
     torch._dynamo.reset()
     found: list[torch.fx.GraphModule] = []
@@ -104,16 +86,7 @@ def graphs_of(way: str) -> list[int]:
         counts.append(len(found))
     with torch.no_grad():
         model.eval()(batch("gpt", 9))
-    return [*counts, len(found)]
-
-
-def test_compiled_blocks_train_as_plain_ones() -> None:
-    assert not any(run_ranks(train_all, 2, "wrapped"))
-
-
-@pytest.mark.parametrize("way", ["wrapped", "in place, before"])
-def test_one_graph_serves_all_blocks_and_all_steps_and_one_more_the_evaluation(way: str) -> None:
-    assert run_ranks(graphs_of, 2, way) == [[1, 1, 1, 2]] * 2
+    assert [*counts, len(found)] == [1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("way", ["in place, before", "in place, after"])
@@ -123,13 +96,26 @@ def test_blocks_compiled_in_place_keep_their_names(way: str) -> None:
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
 
 
-def test_blocks_compiled_in_place_and_whole_models_train_as_plain_ones() -> None:
-    assert not any(run_ranks(train_all, 2, "in place, before", "in place, after", "around"))
+@pytest.mark.ranks(2)
+def test_blocks_compiled_in_place_train_as_plain_ones() -> None:
+    train_all("in place, before", "in place, after", "around")
 
 
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # of parts of torch that inductor imports
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-def test_blocks_compiled_to_machine_code_train_as_plain_ones_but_for_rounding() -> None:
+@pytest.mark.ranks(2)
+def test_blocks_compiled_by_inductor_train_as_plain_ones() -> None:
     """Fused kernels add in another order: 1e-6 after three steps, for weights up to 1."""
-    assert all(distance < 1e-6 for distance in run_ranks(distance_with_inductor, 2))
+    torch.manual_seed(7)
+    plain, model = Net(), compiled("wrapped", "inductor", reshard=True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.02, momentum=0.9) for each in (model, plain)]
+    for step in range(STEPS):
+        for each in (model, plain):
+            loss_of(each(batch("gpt", step))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    ours, theirs = model.state_dict().values(), plain.state_dict().values()
+    distance = max((mine - other).abs().max().item() for mine, other in zip(ours, theirs, strict=True))
+    assert distance < 1e-6

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from state_cases import Awkward, Differences, Layout
+from state_cases import Awkward, Layout
 
+from scale_check.exact import assert_equal
 from scale_core.testing import run_ranks
 from scale_fsdp import consolidate_local_state_dicts
 from scale_fsdp.state_dict.loading import LOCAL_METADATA
@@ -50,9 +51,7 @@ def shards(request: pytest.FixtureRequest, saved: dict[str, Shards]) -> Shards:
 def test_shards_in_any_order_are_the_plain_weights(shards: Shards, order: list[int]) -> None:
     whole = consolidate_local_state_dicts([shards[0][rank] for rank in order])
     plain = Awkward(4)
-    found = Differences()
-    found.compare("weights", whole, dict(plain.state_dict()))
-    assert not found.found
+    assert_equal(whole, dict(plain.state_dict()), "weights")
     assert list(whole) == list(plain.state_dict())
     assert whole["head.weight"] is whole["embed.weight"]
     Awkward(0).load_state_dict(whole)
@@ -132,7 +131,7 @@ def test_shards_that_do_not_belong_together_are_refused(saved: dict[str, Shards]
         consolidate_shards(weights, metadata)
 
 
-def test_a_tensor_that_is_missing_or_of_another_size_is_named_with_its_rank(saved: dict[str, Shards]) -> None:
+def test_a_missing_or_resized_tensor_is_named_with_its_rank(saved: dict[str, Shards]) -> None:
     weights, metadata = copy.deepcopy(saved["units"])
     del weights[1]["body.0.bias"]
     with pytest.raises(ValueError, match=r"'body.0.bias' is missing in the shard of rank 1$"):

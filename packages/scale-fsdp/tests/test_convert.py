@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fsdp_beside import noise, sharded
+from fsdp_parity import noise, sharded
 from torch import nn
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.simulate import simulate
-from scale_core.testing import run_ranks
 from scale_fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_fsdp.runtime.unit import units_in
 
@@ -56,52 +56,36 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
 
 
-def alike(model: nn.Module, plain: nn.Module) -> list[str]:
-    ours, theirs = model.state_dict(), plain.state_dict()
-    same = [n for n in theirs if ours[n].dtype == theirs[n].dtype and torch.equal(ours[n], theirs[n])]
-    return sorted(set(theirs) - set(same))
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_on_one_rank_a_conversion_is_that_of_a_plain_model(name: str, layout: str, wrapped: bool) -> None:
+    convert, kwargs = CONVERSIONS[name], LAYOUTS[layout]
+    plain, model = Model(), sharded(Model(), ["head"], **kwargs)
+    model = FullyShardedDataParallel(model, **kwargs) if wrapped else fully_shard(model, **kwargs)
+    optimizers = adam(plain), adam(model)
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        train(each, optimizer, 0)
+        each(noise(4, 3)).sum().backward()  # Gradients are converted, too.
+    params = list(model.parameters())
+    assert convert(model) is model and convert(plain) is plain
+    assert_equal(model, plain)
+    assert [id(param) for param in model.parameters()] == [id(param) for param in params]
+    dtypes = {param.dtype for param in plain.parameters()}
+    assert {param.dtype for param in params} == dtypes
+    assert all(param.grad is None or param.grad.dtype in dtypes for param in params)
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        optimizer.step()  # With the optimizer of before, on the gradients of before.
+        optimizer.zero_grad()
+        each.eval()
+        train(each, optimizer, 0)
+    assert_equal(model, plain, "later")
 
 
-def as_plain() -> list[str]:
-    """In a world of one, everything a conversion does is what it does to a plain model."""
-    wrong = []
-    for name, convert in CONVERSIONS.items():
-        for layout, kwargs in LAYOUTS.items():
-            for wrapped in (False, True):
-                plain, model = Model(), sharded(Model(), ["head"], **kwargs)
-                model = FullyShardedDataParallel(model, **kwargs) if wrapped else fully_shard(model, **kwargs)
-                optimizers = adam(plain), adam(model)
-                for each, optimizer in zip((plain, model), optimizers, strict=True):
-                    train(each, optimizer, 0)
-                    each(noise(4, 3)).sum().backward()  # Gradients are converted, too.
-                kept = list(model.parameters())
-                if convert(model) is not model or convert(plain) is not plain:
-                    wrong.append("a conversion returns the module")
-                title = f"{name}, {layout}, wrapped {wrapped}"
-                wrong += [f"{title}: {line}" for line in alike(model, plain)]
-                if [id(param) for param in model.parameters()] != [id(param) for param in kept]:
-                    wrong.append(f"{title}: parameters are other objects")
-                dtypes = {param.dtype for param in plain.parameters()}
-                if {param.dtype for param in kept} != dtypes or any(
-                    param.grad is not None and param.grad.dtype not in dtypes for param in kept
-                ):
-                    wrong.append(f"{title}: dtypes")
-                for each, optimizer in zip((plain, model), optimizers, strict=True):
-                    optimizer.step()  # With the optimizer of before, on the gradients of before.
-                    optimizer.zero_grad()
-                    each.eval()
-                    train(each, optimizer, 0)
-                wrong += [f"{title}, later: {line}" for line in alike(model, plain)]
-    return wrong
-
-
-def test_in_a_world_of_one_a_conversion_does_what_it_does_to_a_plain_model():
-    assert not as_plain()
-
-
-def on_ranks() -> list[str]:
+@pytest.mark.ranks(2, 3)
+def test_a_model_converted_later_trains_as_one_converted_before():
     """Converted and trained: as if the model had been converted before it was sharded."""
-    rank, wrong = group_of().rank, []
+    rank = group_of().rank
     for name, convert in CONVERSIONS.items():
         for layout, kwargs in LAYOUTS.items():
             expected = sharded(convert(Model()), ["head", ""], **kwargs)
@@ -113,10 +97,9 @@ def on_ranks() -> list[str]:
             expected.eval()
             train(expected, adam(expected), rank)
             train(model, optimizer, rank)
-            wrong += [f"{name}, {layout}: {line}" for line in alike(model, expected)]
-            marks = [shard_of(param) for param in model.parameters()]
-            if marks != [shard_of(param) for param in expected.parameters()] or None in marks:
-                wrong.append(f"{name}, {layout}: what is a piece of what")
+            assert_equal(model, expected, f"{name}, {layout}")
+            shards = [shard_of(param) for param in model.parameters()]
+            assert None not in shards and shards == [shard_of(param) for param in expected.parameters()]
     model = sharded(Model(), ["head", ""])
     with model.no_sync():
         model(noise(4, 3, seed=rank)).sum().backward()
@@ -125,20 +108,11 @@ def on_ranks() -> list[str]:
     grad, piece = model.head.bias.grad, shard_of(model.head.bias)
     half = copy.deepcopy(model)
     half(noise(4, 3, seed=rank).double()).sum().backward()
-    if (
-        not torch.allclose(grad, 2 * half.head.bias.grad, rtol=1e-5)
-        or local_tensor(grad).shape[0] != piece.stop - piece.start
-    ):
-        wrong.append(f"accumulated: {grad} and {half.head.bias.grad}")
-    return wrong
+    assert torch.allclose(grad, 2 * half.head.bias.grad, rtol=1e-5)
+    assert local_tensor(grad).shape[0] == piece.stop - piece.start
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_model_converted_after_it_was_sharded_trains_as_one_converted_before(world):
-    assert not any(run_ranks(on_ranks, world))
-
-
-def test_modules_that_keep_a_second_list_of_their_weights_are_converted():
+def test_modules_that_list_their_weights_twice_are_converted():
     torch.manual_seed(2)
     plain = nn.LSTM(3, 4)
     model = fully_shard(copy.deepcopy(plain))
@@ -212,7 +186,7 @@ def test_a_conversion_in_use_is_refused_and_changes_nothing(around):
         loss.backward()
 
 
-def test_a_module_in_a_unit_that_is_converted_past_it_is_named_by_the_next_forward():
+def test_a_module_converted_past_its_unit_is_named():
     model = fully_shard(Model())
     model.head.half()
     with pytest.raises(RuntimeError, match=r"'head.weight' of the root unit has got other memory since it was sharded"):

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fsdp_beside import noise, sharded
 from fsdp_cases import Net, batch, loss_of
+from fsdp_parity import noise, sharded
 from torch import nn
 
+from scale_check.exact import gather_values
+from scale_core.comm.group import group_of
 from scale_core.flat.buffer import live_buffers
 from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.sharded_tensor.tensor import local_tensor
@@ -62,8 +64,18 @@ def test_bytes_follow_from_the_layout():
     assert whole / 2 - 4 * 60 <= description.gradients <= description.shards
 
 
-def measure() -> list[str]:
+@pytest.mark.ranks(2)
+def test_the_numbers_are_those_of_a_training():
     """Where the description differs from what lives while the model trains."""
+
+    def take(most: dict[str, int]) -> None:
+        """Counts the flat tensors that live now, the flat gradient that is about to be reduced among them."""
+        now = {"shard": 0, "gathered": 0, "gradient": 0}
+        for kind, tensor in live_buffers():
+            now[kind] += tensor.nbytes
+        for kind, number in now.items():
+            most[kind] = max(most[kind], number)
+
     torch.manual_seed(7)
     model = sharded(Net(), GPT_UNITS)
     description = describe(model)
@@ -80,62 +92,36 @@ def measure() -> list[str]:
         optimizer.zero_grad()
     states = sum(local_tensor(state["exp_avg"]).nbytes for state in optimizer.state.values())
     told = (description.shards, description.gathered_at_most, description.flat_gradients_at_most)
-    wrong = [] if tuple(most.values()) == told else [f"{most} live, {told} told"]
-    if gradients != description.gradients or states != description.state_of_elementwise_optimizer:
-        wrong.append(f"gradients {gradients}, states {states}, {description}")
-    return wrong
+    assert tuple(most.values()) == told, f"{most} live, {told} told"
+    assert gradients == description.gradients and states == description.state_of_elementwise_optimizer
 
 
-def take(most: dict[str, int]) -> None:
-    """Counts the flat tensors that live now, the flat gradient that is about to be reduced among them."""
-    now = {"shard": 0, "gathered": 0, "gradient": 0}
-    for kind, tensor in live_buffers():
-        now[kind] += tensor.nbytes
-    for kind, number in now.items():
-        most[kind] = max(most[kind], number)
+@pytest.mark.parametrize(("reshard", "num_units"), [(True, 2), (False, 4)])
+@pytest.mark.ranks(0, 2)
+def test_units_that_stay_gathered_count_all_the_time(reshard: bool, num_units: int) -> None:
+    plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    description = describe(sharded(plain, ["0", "1", "2", "3", ""], reshard_after_forward=reshard))
+    assert len([unit for unit in description.units if unit.name]) == 4
+    # A world of one computes with its shards.
+    assert description.gathered_at_most == (num_units * 256 if group_of().size > 1 else 0)
 
 
-def test_the_numbers_are_those_of_a_training():
-    assert not any(run_ranks(measure, 2))
-
-
-def test_units_that_stay_gathered_count_all_the_time():
-    model = sharded(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))), ["0", "1", "2", "3", ""])
-    sizes = {unit.name: 256 for unit in describe(model).units if unit.name}
-    assert describe(model).gathered_at_most == 0  # A world of one computes with its shards.
-    kept = run_ranks(gathered_at_most, 2)
-    assert kept == [(2 * 256, 4 * 256)] * 2 and len(sizes) == 4
-
-
-def gathered_at_most() -> tuple[int, int]:
-    def of(reshard: bool) -> int:
-        plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
-        model = sharded(plain, ["0", "1", "2", "3", ""], reshard_after_forward=reshard)
-        return describe(model).gathered_at_most
-
-    return of(True), of(False)
-
-
-class Partly(nn.Module):
-    """Frozen and shared parameters, and rows that would pad too much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(3, 5), nn.Linear(5, 3, bias=False)
-        self.body = nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))
-        self.head.weight = self.embed.weight
-        self.body[0].requires_grad_(False)
-
-    def forward(self, ids):
-        return self.head(self.body(self.embed(ids)))
-
-
-def partly() -> Description:
-    return describe(sharded(Partly(), ["embed", "head", "body", ""]))
-
-
+@pytest.mark.ranks(2)
 def test_frozen_shared_and_cut_parameters_are_told():
-    description = run_ranks(partly, 2)[0]
+    class Partly(nn.Module):
+        """Frozen and shared parameters, and rows that would pad too much."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(3, 5), nn.Linear(5, 3, bias=False)
+            self.body = nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))
+            self.head.weight = self.embed.weight
+            self.body[0].requires_grad_(False)
+
+        def forward(self, ids):
+            return self.head(self.body(self.embed(ids)))
+
+    description = gather_values(describe(sharded(Partly(), ["embed", "head", "body", ""])))[0]
     units = {unit.name: unit for unit in description.units}
     assert units["head"].shares_with == ("embed",) and units["head"].buffers == ()
     frozen, trained = units["body"].buffers
@@ -144,17 +130,16 @@ def test_frozen_shared_and_cut_parameters_are_told():
     assert description.cut_at_elements == ("embed.weight", "body.0.weight")
 
 
-def recorded() -> list[dict[str, tuple[str, ...]]]:
+@pytest.mark.ranks(2)
+def test_the_order_of_use_is_told_once_it_is_recorded():
     model = sharded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["0", "1", ""])
     before = describe(model).gather_order
     model(noise(2, 3)).sum().backward()
     with torch.no_grad():
         model.eval()(noise(2, 3))
-    return [dict(before), dict(describe(model).gather_order), dict(describe(model[1]).gather_order)]
-
-
-def test_the_order_of_use_is_told_once_it_is_recorded():
-    before, after, inner = run_ranks(recorded, 2)[0]
+    before, after, inner = gather_values(
+        [dict(before), dict(describe(model).gather_order), dict(describe(model[1]).gather_order)]
+    )[0]
     assert before == {}
     assert after == {
         "forward of root, training": ("", "0", "1"),
@@ -164,13 +149,10 @@ def test_the_order_of_use_is_told_once_it_is_recorded():
     assert inner["forward of root, training"] == ("",), "names are those that the module itself gives"
 
 
+@pytest.mark.ranks(2)
 def test_nothing_is_sent_so_one_rank_may_ask_alone():
-    assert run_ranks(ask_alone, 2)[0] == 3
-
-
-def ask_alone() -> int:
     model = sharded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["0", "1", ""], limit_seconds=2)
-    return len(describe(model).units) if torch.distributed.get_rank() == 0 else 0
+    assert gather_values(len(describe(model).units) if torch.distributed.get_rank() == 0 else 0)[0] == 3
 
 
 def test_a_model_without_units_has_nothing_to_describe():
@@ -189,13 +171,13 @@ def test_printing_a_model_shows_its_units():
     assert text.startswith("Sequential(\n  sharded: parameters() yields 1/1 of 16 elements, float32\n")
     assert "sharded" in repr(FullyShardedDataParallel(nn.Linear(2, 2)))
     assert "sharded: no parameters of its own" in repr(fully_shard(nn.Dropout()))
-    assert run_ranks(shown_on_two, 2) == ["sharded: parameters() yields 1/2 of 12,345 elements, float32"] * 2
 
 
-def shown_on_two() -> str:
+@pytest.mark.ranks(2)
+def test_printing_a_unit_shows_the_fraction_of_this_rank():
     module = nn.Module()
     module.table = nn.Parameter(torch.zeros(12345))
-    return fully_shard(module).extra_repr()
+    assert fully_shard(module).extra_repr() == "sharded: parameters() yields 1/2 of 12,345 elements, float32"
 
 
 @pytest.mark.parametrize("around", [False, True])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from scale_check.exact import assert_equal
 from scale_core import snapshot
-from scale_core.testing import run_ranks
 from scale_fsdp import full_optim_state_dict, fully_shard, shard_optim_state_dict
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 16, 8, 2, 6
@@ -159,86 +158,72 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def differences(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> list[str]:
-    if list(found) != list(expected):
-        return [f"names {list(found)}"]
-    return [name for name in expected if not torch.allclose(found[name], expected[name], atol=atol)]
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 2e-6) -> None:
+    assert list(found) == list(expected), f"names {list(found)}"
+    assert not [name for name in expected if not torch.allclose(found[name], expected[name], atol=atol)]
 
 
-def train_beside(folder: str, checkpointing: bool) -> list[str]:
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.ranks(4)
+def test_a_llama_under_torch_s_plan_trains_as_one_process(checkpointing: bool, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, model = Llama(), sharded(mesh, checkpointing=checkpointing)
-    wrong = differences(model.state_dict(), plain.state_dict(), atol=0)
-    if any(isinstance(param, DTensor) for param in model.parameters()):
-        wrong.append("parameters() yields a DTensor")
+    differences(model.state_dict(), plain.state_dict(), atol=0)
+    assert not any(isinstance(param, DTensor) for param in model.parameters()), "parameters() yields a DTensor"
     kinds: set[type] = set()
     model.layers[0].attention.wq.register_forward_hook(lambda module, *_: kinds.add(type(module.weight)))
     optimizers = adamw(plain), adamw(model)
     expected = train(plain, optimizers[0], None, range(3))
     norms = train(model, optimizers[1], mesh, range(3))
-    if norms != pytest.approx(expected, rel=1e-5):
-        wrong.append(f"norms {norms} for {expected}")
-    if kinds != {DTensor}:
-        wrong.append(f"computed with {kinds}")
-    wrong += differences(model.state_dict(), plain.state_dict())
+    assert norms == pytest.approx(expected, rel=1e-5), f"norms {norms} for {expected}"
+    assert kinds == {DTensor}, f"computed with {kinds}"
+    differences(model.state_dict(), plain.state_dict())
     if checkpointing:
-        return wrong
+        return
     with model.summon_full_params(), torch.no_grad():
         weight = model.layers[0].attention.wq.weight
-        if not isinstance(weight, DTensor) or tuple(weight.shape) != (WIDTH, WIDTH):
-            wrong.append("summoned in another form")
+        assert isinstance(weight, DTensor) and tuple(weight.shape) == (WIDTH, WIDTH), "summoned in another form"
         weight.mul_(2)
     plain.layers[0].attention.wq.weight.data.mul_(2)
-    wrong += differences(model.state_dict(), plain.state_dict())
+    differences(model.state_dict(), plain.state_dict())
     # Out and in: a snapshot, and full tensors.
-    snapshot.save(folder, 1, {"model": model, "optimizer": optimizers[1]})
+    snapshot.save(tmp_path, 1, {"model": model, "optimizer": optimizers[1]})
     other = sharded(mesh, seed=5)
     other_optimizer = adamw(other)
-    snapshot.load(folder, {"model": other, "optimizer": other_optimizer})
-    wrong += [f"loaded {name}" for name in differences(other.state_dict(), model.state_dict(), atol=0)]
+    snapshot.load(tmp_path, {"model": other, "optimizer": other_optimizer})
+    differences(other.state_dict(), model.state_dict(), atol=0)
     train(plain, optimizers[0], None, range(3, 5))
     train(other, other_optimizer, mesh, range(3, 5))
-    wrong += [f"resumed {name}" for name in differences(other.state_dict(), plain.state_dict(), atol=5e-6)]
+    differences(other.state_dict(), plain.state_dict(), atol=5e-6)
     other.load_state_dict(Llama().state_dict())
-    wrong += [f"given {name}" for name in differences(other.state_dict(), Llama().state_dict(), atol=0)]
-    return wrong
+    differences(other.state_dict(), Llama().state_dict(), atol=0)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_llama_under_torch_s_plan_trains_is_saved_and_loaded_as_on_one_process(checkpointing: bool) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        assert run_ranks(train_beside, 4, folder, checkpointing) == [[]] * 4
-
-
-def train_other_plans() -> list[str]:
+@pytest.mark.ranks(4)
+def test_other_plans_train_and_resume_as_one_process() -> None:
     """Plans that leave norms and embeddings plain; one whose loss takes logits that are divided by the vocabulary."""
-    mesh, wrong = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for plan in ("plain norms", "loss"):
         plain, model = Llama(), sharded(mesh, plan)
         optimizers = adamw(plain), adamw(model)
         expected = train(plain, optimizers[0], None, range(3))
         with loss_parallel() if plan == "loss" else nullcontext():
             norms = train(model, optimizers[1], mesh, range(3))
-        if norms != pytest.approx(expected, rel=1e-5):
-            wrong.append(f"{plan}: norms {norms} for {expected}")
-        wrong += [f"{plan}: {name}" for name in differences(model.state_dict(), plain.state_dict())]
+        assert norms == pytest.approx(expected, rel=1e-5), f"{plan}: norms {norms} for {expected}"
+        differences(model.state_dict(), plain.state_dict())
         # Full states of the optimizer: gathered over both axes, and cut along them.
         full = full_optim_state_dict(model, optimizers[1], recipient_rank=None)
         of_plain = full_optim_state_dict(plain, optimizers[0])
         for key in ("exp_avg", "exp_avg_sq"):
             found, whole = ({name: slots[key] for name, slots in each["state"].items()} for each in (full, of_plain))
-            wrong += [f"{plan}: {key} of {name}" for name in differences(found, whole)]
+            differences(found, whole)
         for cpu_offload in (False, True):  # By torch's function, on all ranks or on rank 0 alone.
             asked = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload)
             given = get_optimizer_state_dict(model, optimizers[1], options=asked)
             if not cpu_offload or dist.get_rank() == 0:
-                for name, slots in full["state"].items():
-                    found = given["state"][name]
-                    wrong += [
-                        f"{plan}: torch's {name}.{key}" for key in slots if not torch.equal(found[key], slots[key])
-                    ]
-            elif given:
-                wrong.append(f"{plan}: rank {dist.get_rank()} got {list(given)}")
+                assert_equal(given["state"], full["state"], plan)
+            else:
+                assert not given, f"{plan}: rank {dist.get_rank()} got {list(given)}"
         other = sharded(mesh, plan, seed=5)
         other.load_state_dict(plain.state_dict())
         fresh = adamw(other)
@@ -246,15 +231,11 @@ def train_other_plans() -> list[str]:
         train(plain, optimizers[0], None, range(3, 4))
         with loss_parallel() if plan == "loss" else nullcontext():
             train(other, fresh, mesh, range(3, 4))
-        wrong += [f"{plan}: resumed {name}" for name in differences(other.state_dict(), plain.state_dict())]
-    return wrong
+        differences(other.state_dict(), plain.state_dict())
 
 
-def test_plans_with_plain_norms_and_with_a_divided_loss_train_and_resume_as_one_process() -> None:
-    assert run_ranks(train_other_plans, 4) == [[]] * 4
-
-
-def clip_mixed() -> list[str]:
+@pytest.mark.ranks(2)
+def test_one_norm_is_of_shards_and_dtensors_together() -> None:
     """Shards, DTensors beside them whose gradient is a partial sum, and plain parameters, in one call."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -276,42 +257,33 @@ def clip_mixed() -> list[str]:
     split.grad = distribute_tensor(plain[2].grad, mesh["tp"], [Shard(0)])
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     norm = torch.nn.utils.clip_grad_norm_([mine, beside, split], 0.5)
-    wrong = [] if torch.allclose(norm, expected) else [f"norm {norm} for {expected}"]
-    if not torch.allclose(mine.grad, plain[0].grad):
-        wrong.append("the shard's gradient")
+    assert torch.allclose(norm, expected), f"norm {norm} for {expected}"
+    assert torch.allclose(mine.grad, plain[0].grad), "the shard's gradient"
     for param, whole in ((beside, plain[1]), (split, plain[2])):
-        if not torch.allclose(param.grad.full_tensor(), whole.grad):
-            wrong.append(f"the gradient in {param.grad.placements}")
-    return wrong
+        assert torch.allclose(param.grad.full_tensor(), whole.grad), f"the gradient in {param.grad.placements}"
 
 
-def test_one_norm_is_of_shards_and_dtensors_together() -> None:
-    assert run_ranks(clip_mixed, 2) == [[], []]
-
-
-def refuse() -> list[str]:
+@pytest.mark.ranks(2)
+def test_what_can_t_be_sharded_further_is_refused_by_name() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    messages = []
-    for placements, kwargs in (([Shard(0), Shard(1)], {}), ([Replicate(), Shard(0)], {"flatten_parameters": True})):
+    axis = mesh["dp"]
+
+    def refused(layer: nn.Module, mesh: DeviceMesh, *texts: str, **options: Any) -> None:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fully_shard(layer, mesh=mesh, **options)
+        assert all(text in str(caught.value) for text in texts), caught.value
+
+    def linear(*placements: Any) -> nn.Module:
         layer = nn.Linear(4, 4, bias=False)
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, placements))
-        with pytest.raises((TypeError, ValueError)) as caught:
-            fully_shard(layer, mesh=mesh["dp"], **kwargs)
-        messages.append(str(caught.value))
-    layer = nn.Linear(4, 4, bias=False)
-    parallelize_module(layer, mesh["tp"], ColwiseParallel())
-    for each, ranks in ((layer, mesh["tp"]), (copy.deepcopy(nn.Linear(4, 4, device="meta")), mesh["dp"])):
-        if each is not layer:
-            parallelize_module(each, mesh["tp"], ColwiseParallel())
-        with pytest.raises((TypeError, ValueError)) as caught:
-            fully_shard(each, mesh=ranks)
-        messages.append(str(caught.value))
-    return messages
+        return layer
 
-
-def test_what_can_t_be_sharded_further_is_refused_by_name() -> None:
-    for several, flat, same_axis, meta in run_ranks(refuse, 2):
-        assert "'weight' is a DTensor with the placements" in several and "Shard along one of them" in several
-        assert "'weight' is divided between ranks by its layer" in flat
-        assert "fully_shard: 'weight' is a shard [2, 4] of a parameter [4, 4]" in same_axis
-        assert "is a DTensor on the meta device" in meta and "init=False" in meta
+    several = ("'weight' is a DTensor with the placements", "Shard along one of them")
+    refused(linear(Shard(0), Shard(1)), axis, *several)
+    by_layer = "'weight' is divided between ranks by its layer"
+    refused(linear(Replicate(), Shard(0)), axis, by_layer, flatten_parameters=True)
+    layer, on_meta = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, device="meta")
+    for each in (layer, on_meta):
+        parallelize_module(each, mesh["tp"], ColwiseParallel())
+    refused(layer, mesh["tp"], "fully_shard: 'weight' is a shard [2, 4] of a parameter [4, 4]")
+    refused(on_meta, axis, "is a DTensor on the meta device", "init=False")

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import Net, batch, differing_weights
+from fsdp_cases import Net, batch
 from torch import nn
 
+from scale_check.exact import assert_equal
 from scale_core import ShardedGradScaler, snapshot
 from scale_core.comm.group import group_of
 from scale_core.quantization.blocks import BlockFormat
@@ -51,30 +52,46 @@ class Training:
         }
 
 
-def resume(folder: str) -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_run_is_resumed_to_the_bit(tmp_path: Path) -> None:
     """Saves after three steps; the run that goes on and the run that is resumed do three more."""
-    first, wrong = Training(), []
+    first = Training()
     first.run(0, 1, 2)
-    snapshot.save(folder, 3, first.objects)
+    snapshot.save(tmp_path, 3, first.objects)
     expected = copy.deepcopy(first.run(3, 4, 5).state_dict())
     second = Training()
     second.run(9)  # Its own errors are replaced.
-    snapshot.load(folder, second.objects)
-    wrong += [f"resumed: {line}" for line in differing_weights(second.run(3, 4, 5), expected)]
+    snapshot.load(tmp_path, second.objects)
+    assert_equal(second.run(3, 4, 5), expected, "resumed")
     third = Training()
     rest = {name: each for name, each in third.objects.items() if name != "error_feedback"}
-    snapshot.load(folder, rest, only_given=True)
-    if not differing_weights(third.run(3, 4, 5), expected):
-        wrong.append("errors of zero have made no difference")
-    fourth = Training(blocks=False)
+    snapshot.load(tmp_path, rest, only_given=True)
+    with pytest.raises(AssertionError):  # Errors of zero make a difference.
+        assert_equal(third.run(3, 4, 5), expected)
+
+
+def save(folder: Path) -> None:
+    """Saves after a step, and loads into other units."""
+    first = Training()
+    first.run(0)
+    snapshot.save(folder, 1, first.objects)
     with pytest.warns(
         UserWarning, match=r"error feedback of the gradients of 'blocks.0.*begins at zero: it was saved by"
     ):
-        snapshot.load(folder, fourth.objects)
-    return wrong
+        snapshot.load(folder, Training(blocks=False).objects)
 
 
-def without_outermost_unit() -> None:
+def test_in_other_units_or_on_other_ranks_errors_begin_at_zero(tmp_path: Path) -> None:
+    run_ranks(save, 2, tmp_path)
+    alone = Training()
+    with pytest.warns(UserWarning, match=r"and 2 other buffers begins at zero: it was saved by other ranks") as caught:
+        snapshot.load(tmp_path, alone.objects)
+    assert len(caught) == 1
+    alone.run(3)
+
+
+@pytest.mark.ranks(2)
+def test_units_that_none_contains_have_errors_of_their_own() -> None:
     """Each layer's parameters have the names that they have in the layer."""
     made = []
     for factor in (1.0, 2.0):
@@ -93,19 +110,6 @@ def without_outermost_unit() -> None:
     assert not torch.equal(errors[0], errors[1])
     assert torch.equal(errors[0], errors[2]) and torch.equal(errors[1], errors[3])
     assert not torch.equal(errors[0], second["0.0"]["errors"][0])
-
-
-def test_units_that_none_contains_have_errors_of_their_own() -> None:
-    run_ranks(without_outermost_unit, 2)
-
-
-def test_a_run_is_resumed_to_the_bit_and_with_other_ranks_or_units_errors_begin_at_zero(tmp_path: Path) -> None:
-    assert run_ranks(resume, 2, str(tmp_path)) == [[], []]
-    alone = Training()
-    with pytest.warns(UserWarning, match=r"and 2 other buffers begins at zero: it was saved by other ranks") as caught:
-        snapshot.load(tmp_path, alone.objects)
-    assert len(caught) == 1
-    alone.run(3)
 
 
 def test_a_model_that_keeps_no_errors_has_none_to_save() -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 
 
@@ -21,21 +20,6 @@ class Bag:
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden
-
-
-class Block(nn.Module):
-    """Keeps a result in an attribute, in a list, and lets hooks see it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
-        self.history: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.norm(torch.tanh(self.first(x)))
-        self.history[:] = [self.kept * 2]
-        output: Tensor = self.second(self.kept)
-        return output
 
 
 class BagBlock(nn.Module):
@@ -82,18 +66,32 @@ def train(plain: nn.Module, model: nn.Module, loss_of: Callable[[nn.Module, Any,
         torch.testing.assert_close(full[name], expected, rtol=0, atol=1e-12)
 
 
-def features_of(module: nn.Module) -> list[Tensor]:
-    """A list that a hook on an inner layer fills, as for a perceptual loss."""
-    features: list[Tensor] = []
+@pytest.mark.ranks(2)
+def test_a_loss_of_what_a_unit_keeps_trains_as_plain() -> None:
+    def features_of(module: nn.Module) -> list[Tensor]:
+        """A list that a hook on an inner layer fills, as for a perceptual loss."""
+        features: list[Tensor] = []
 
-    def keep(layer: nn.Module, inputs: Any, output: Tensor) -> None:
-        features[:] = [output]
+        def keep(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+            features[:] = [output]
 
-    module.register_forward_hook(keep)
-    return features
+        module.register_forward_hook(keep)
+        return features
 
+    class Block(nn.Module):
+        """Keeps a result in an attribute, in a list, and lets hooks see it."""
 
-def train_on_escaped_tensors() -> None:
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.second = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+            self.history: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.norm(torch.tanh(self.first(x)))
+            self.history[:] = [self.kept * 2]
+            output: Tensor = self.second(self.kept)
+            return output
+
     features: dict[nn.Module, list[Tensor]] = {}
     losses: list[Callable[[Any, Tensor, int], Tensor]] = [
         lambda module, output, step: module[2].kept.square().mean(),
@@ -116,11 +114,8 @@ def train_on_escaped_tensors() -> None:
             train(plain, model, loss_of)
 
 
-def test_a_loss_of_what_a_unit_keeps_trains_as_plain() -> None:
-    run_ranks(train_on_escaped_tensors, 2)
-
-
-def train_on_recomputed_bags() -> None:
+@pytest.mark.ranks(2)
+def test_a_recomputed_unit_may_return_an_unknown_class() -> None:
     for units in (["0", "1", ""], ["0"], [""]):
         torch.manual_seed(0)
         plain = BagNet().double()
@@ -132,11 +127,8 @@ def train_on_recomputed_bags() -> None:
         train(plain, model, lambda module, bag, step: bag.hidden.square().mean())
 
 
-def test_a_recomputed_unit_may_return_an_unknown_class() -> None:
-    run_ranks(train_on_recomputed_bags, 2)
-
-
-def changed_before_backward() -> None:
+@pytest.mark.ranks(2)
+def test_a_recomputed_unit_sees_that_its_weights_changed() -> None:
     model = BagNet()
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=True)
@@ -147,7 +139,3 @@ def changed_before_backward() -> None:
             param.add_(1)
     with pytest.raises(RuntimeError, match="were changed between its forward and its backward"):
         loss.backward()
-
-
-def test_a_recomputed_unit_sees_that_its_weights_changed() -> None:
-    run_ranks(changed_before_backward, 2)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard
 from scale_fsdp.runtime.flattened_parameter import FlattenedParameter
 
@@ -26,7 +25,8 @@ class Block(nn.Module):
         return self.memory(x if self.layer.bias is None else x + self.layer.bias)[0]
 
 
-def a_flat_parameter_outside_of_passes() -> None:
+@pytest.mark.ranks(2)
+def test_a_part_of_a_flat_parameter_is_there_without_values() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Block(bias=True), Block(bias=False))
     model = copy.deepcopy(plain)
@@ -71,7 +71,3 @@ def a_flat_parameter_outside_of_passes() -> None:
     assert tied[1].weight is tied[0].weight and tied[1].bias is not tied[0].bias
     wrapped = FullyShardedDataParallel(nn.Linear(3, 3), flatten_parameters=True)
     assert "bias=True" in repr(wrapped) and wrapped.module.bias is not None
-
-
-def test_a_part_of_a_flat_parameter_is_there_without_values() -> None:
-    run_ranks(a_flat_parameter_outside_of_passes, 2)

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import Beside, noise, sharded
+from fsdp_parity import assert_trains_as_plain, noise, sharded
 from torch import Tensor, nn
 
 from scale_core.errors import ContractError
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from scale_fsdp.runtime.unit import unit_of
 
@@ -53,35 +52,25 @@ def registered(plain: nn.Module, units: list[str], names: tuple[str, ...] = ("en
     return model
 
 
-def by_methods(model: nn.Module, rank: int, number: int) -> Iterator[Tensor]:
-    x = noise(2, 5, seed=10 * number + rank)
-    yield model.decode(model.encode(x))["x"].square().mean()
-    yield model(x).square().mean() + model.encode(x).square().mean()
-    yield model.generate(x, 2).square().mean()
+@pytest.mark.ranks(1, 2, 3)
+def test_methods_and_forward_train_as_in_the_plain_model():
+    def register_methods(model: nn.Module, number: int) -> None:
+        if unit_of(model) is not None and number == 0:
+            for name in ("encode", "decode", "generate"):
+                register_fsdp_forward_method(model, name)
+
+    def by_methods(model: nn.Module, rank: int, number: int) -> Iterator[Tensor]:
+        x = noise(2, 5, seed=10 * number + rank)
+        yield model.decode(model.encode(x))["x"].square().mean()
+        yield model(x).square().mean() + model.encode(x).square().mean()
+        yield model.generate(x, 2).square().mean()
+
+    for units in ([""], ["inward", ""]):
+        assert_trains_as_plain(Autoencoder(), units, by_methods, before_step=register_methods)
 
 
-class Registered(Beside):
-    """Beside the plain model, a sharded one whose methods are registered."""
-
-    def __init__(self, plain: nn.Module, units: list[str]) -> None:
-        def before(model: nn.Module, step: int) -> None:
-            if unit_of(model) is not None and step == 0:
-                for name in ("encode", "decode", "generate"):
-                    register_fsdp_forward_method(model, name)
-
-        super().__init__(plain, units, by_methods, before=before)
-
-
-def train() -> list[str]:
-    return Registered(Autoencoder(), [""]).differences() + Registered(Autoencoder(), ["inward", ""]).differences()
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_methods_and_forward_train_as_in_the_plain_model(world):
-    assert not any(run_ranks(train, world))
-
-
-def gathers_of_a_generation() -> list[int]:
+@pytest.mark.ranks(2)
+def test_a_registered_method_gathers_its_unit_once():
     """How often the outermost unit is gathered while its module is called four times: by hand, and registered."""
     counts = []
     for names in ((), ("generate",)):
@@ -99,14 +88,12 @@ def gathers_of_a_generation() -> list[int]:
             if not torch.equal(model.generate(noise(2, 5), 4), Autoencoder().generate(noise(2, 5), 4)):
                 count = -1
         counts.append(count)
-    return counts
+    assert counts == [4, 1]
 
 
-def test_a_registered_method_gathers_its_unit_once_whatever_it_calls():
-    assert run_ranks(gathers_of_a_generation, 2) == [[4, 1]] * 2
-
-
-def refuse_then_go_on() -> list[str]:
+@pytest.mark.fault(85)
+@pytest.mark.ranks(2)
+def test_an_unregistered_method_is_refused():
     messages = []
     model = sharded(Autoencoder(), [""])
     for call in (lambda: model.encode(noise(2, 5)), lambda: model.decode(noise(2, 3))):
@@ -124,18 +111,14 @@ def refuse_then_go_on() -> list[str]:
         model.halve(noise(2, 5))
     model(noise(2, 5)).sum().backward()
     model.decode(noise(2, 3))["x"].sum().backward()
-    return messages
+    encode, decode = messages
+    for message in (encode, decode):
+        assert "a Linear of the root unit was called outside of the unit's forward" in message
+        assert "Where a method of it has called this, register_fsdp_forward_method(model, 'the method')" in message
 
 
-@pytest.mark.fault(85)
-def test_an_unregistered_method_is_refused_with_the_line_that_registers_it_and_a_failing_one_ends_its_pass():
-    for encode, decode in run_ranks(refuse_then_go_on, 2):
-        for message in (encode, decode):
-            assert "a Linear of the root unit was called outside of the unit's forward" in message
-            assert "Where a method of it has called this, register_fsdp_forward_method(model, 'the method')" in message
-
-
-def forward_on_one_and_a_method_on_another() -> str:
+@pytest.mark.ranks(2)
+def test_different_methods_on_two_ranks_are_an_error():
     """The two run the same units; what is averaged would be gradients of two different things."""
     model = registered(Autoencoder(), ["inward", "outward", ""], ("reconstruct",))
     for _ in range(3):
@@ -145,24 +128,20 @@ def forward_on_one_and_a_method_on_another() -> str:
     assert kinds == ["forward of ", "backward with reduction", "forward of  by reconstruct"]
     with pytest.raises(ContractError) as caught:
         (model if dist.get_rank() else model.reconstruct)(noise(2, 5)).sum().backward()
-    return str(caught.value)
+    message = str(caught.value)
+    assert "the ranks differ in what they ran" in message
 
 
-def test_a_method_on_one_rank_and_another_elsewhere_is_an_error_though_they_run_the_same_units():
-    for message in run_ranks(forward_on_one_and_a_method_on_another, 2):
-        assert "the ranks differ in what they ran" in message
+@pytest.mark.ranks(2)
+def test_a_method_is_found_through_the_wrapper():
+    def under_a_wrapper() -> bool:
+        model = FullyShardedDataParallel(Autoencoder())
+        register_fsdp_forward_method(model, "encode")
+        register_fsdp_forward_method(model.module, "encode")
+        with torch.no_grad():
+            return torch.equal(model.encode(noise(2, 5)), Autoencoder().encode(noise(2, 5)))
 
-
-def under_a_wrapper() -> bool:
-    model = FullyShardedDataParallel(Autoencoder())
-    register_fsdp_forward_method(model, "encode")
-    register_fsdp_forward_method(model.module, "encode")
-    with torch.no_grad():
-        return torch.equal(model.encode(noise(2, 5)), Autoencoder().encode(noise(2, 5)))
-
-
-def test_a_method_is_found_through_the_wrapper_and_may_be_registered_twice():
-    assert all(run_ranks(under_a_wrapper, 2))
+    assert under_a_wrapper()
 
 
 def test_an_interrupted_method_leaves_nothing_open():

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import Case, run_cases
+from fsdp_cases import Case, assert_cases_train_as_plain
 
 from scale_core.comm.group import Group
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, shard_module
 from scale_fsdp.api import DevicePlacement, UnitOptions, UnitPrecision, placement_of
 from scale_fsdp.mesh_info import MeshInfo
@@ -33,14 +32,13 @@ OFFLOADED = [
 ]
 
 
-def test_every_combination_of_what_lives_on_the_host_trains_as_the_plain_model_to_the_bit() -> None:
-    assert run_ranks(run_cases, 2, OFFLOADED) == [[]] * 2
+@pytest.mark.ranks(2)
+def test_every_host_placement_trains_as_the_plain_model() -> None:
+    assert_cases_train_as_plain(OFFLOADED)
 
 
 @pytest.mark.parametrize("params, grads", list(itertools.product((True, False), (True, False, None))))
-def test_shards_are_where_parameters_are_kept_and_gradients_wait_where_the_user_says(
-    params: bool, grads: bool | None
-) -> None:
+def test_shards_and_gradients_are_where_the_user_says(params: bool, grads: bool | None) -> None:
     meta, cpu = torch.device("meta"), torch.device("cpu")  # Any second device will do.
     devices = placement_of(params, params if grads is None else grads, meta, ALONE).devices_for(cpu)
     assert devices.compute == meta
@@ -59,7 +57,7 @@ def test_the_older_name_of_the_argument_is_taken() -> None:
     assert model.weight.device.type == "cpu"
 
 
-def test_anything_but_a_flag_is_refused_before_the_module_is_touched() -> None:
+def test_anything_but_a_flag_is_refused() -> None:
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(TypeError, match="move_grads_to_cpu: expected True or False, got 'cpu'"):
         FullyShardedDataParallel(layer, move_grads_to_cpu="cpu")
@@ -93,13 +91,12 @@ def test_options_are_checked_before_the_module_is_touched(
     assert type(layer) is torch.nn.Linear
 
 
-def options_of(**arguments: Any) -> UnitOptions:
-    unit = unit_of(fully_shard(torch.nn.Linear(2, 2), **arguments))
-    assert unit is not None
-    return unit.options
+def test_options_hold_what_the_arguments_say() -> None:
+    def options_of(**arguments: Any) -> UnitOptions:
+        unit = unit_of(fully_shard(torch.nn.Linear(2, 2), **arguments))
+        assert unit is not None
+        return unit.options
 
-
-def test_options_hold_what_the_arguments_say_under_the_names_of_the_house() -> None:
     options = options_of(mp_policy=MixedPrecisionPolicy(torch.bfloat16), limit_seconds=3.0, error_if_nonfinite=True)
     assert options.precision == UnitPrecision(param_dtype=torch.bfloat16)
     assert options.limit_seconds == 3.0 and options.error_if_nonfinite

@@ -21,7 +21,7 @@ from scale_fsdp import FSDPModule, FullyShardedDataParallel, OffloadOptimizer, f
         (FullyShardedDataParallel, {"flatten_parameters": "false"}, "; write flatten_parameters=False"),
     ],
 )
-def test_a_wrong_argument_is_told_by_name_before_the_module_is_touched(call: Any, given: Any, text: str) -> None:
+def test_a_wrong_argument_is_named_and_changes_nothing(call: Any, given: Any, text: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
     with pytest.raises((TypeError, ValueError), match=text):

@@ -7,9 +7,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import noise, sharded
+from fsdp_parity import noise, sharded
 from torch import Tensor, nn
 
+from scale_check.exact import gather_values
 from scale_core.consistency import flight_recorder as last_words
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.sharded_tensor.tensor import local_tensor
@@ -107,7 +108,7 @@ def run_in_pairs(steps_before: tuple[int, ...]) -> list[tuple[Difference, str, s
 
 
 @pytest.mark.fault(22, 23)
-def test_other_units_or_another_order_raise_on_every_rank_before_the_optimizer_steps():
+def test_other_units_or_another_order_raise_before_the_step():
     results = [result for of_rank in run_ranks(run_in_pairs, 2 * len(IN_PAIRS), (0, 4)) for result in of_rank]
     assert len({case for case, *_ in results}) == 2 * len(IN_PAIRS)
     for case, name, message, moved in results:
@@ -118,17 +119,16 @@ def test_other_units_or_another_order_raise_on_every_rank_before_the_optimizer_s
         assert [word for word in words if word not in message] == [], (case, message)
 
 
-def run_in_threes() -> str:
-    return run_in_orders(Difference(("ab", "ba", "ab"), steps_before=1), impatient())[1]
-
-
+@pytest.mark.ranks(3)
 def test_the_one_rank_of_three_that_differs_is_named():
-    for message in run_ranks(run_in_threes, 3):
-        assert "ranks 0, 2: forward of unit 'a'" in message
-        assert "rank 1: forward of unit 'b'" in message
+    message = run_in_orders(Difference(("ab", "ba", "ab"), steps_before=1), impatient())[1]
+    assert "ranks 0, 2: forward of unit 'a'" in message
+    assert "rank 1: forward of unit 'b'" in message
 
 
-def shard_different_modules() -> list[str]:
+@pytest.mark.fault(25, 27)
+@pytest.mark.ranks(2)
+def test_modules_that_differ_between_ranks_are_refused():
     mine = dist.get_rank() == 1
     messages = []
     for module in (
@@ -140,31 +140,23 @@ def shard_different_modules() -> list[str]:
         with pytest.raises(ContractError) as caught:
             fully_shard(module)
         messages.append(str(caught.value))
-    return messages
-
-
-@pytest.mark.fault(25, 27)
-def test_modules_of_other_shapes_dtypes_names_or_that_train_on_some_ranks_are_refused_when_they_are_sharded():
-    first, second = run_ranks(shard_different_modules, 2)
+    first, second = gather_values(messages)
     assert first == second
     assert len(first) == 4
     for message in first:
         assert "rank 0" in message and "rank 1" in message
 
 
-def wrap_differently() -> str:
+@pytest.mark.fault(24)
+@pytest.mark.ranks(2)
+def test_another_wrapping_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     fully_shard(model[dist.get_rank()])
     with pytest.raises(ScaleDistributedError) as caught:
         fully_shard(model)
         model(noise(2, 3))
-    return str(caught.value)
-
-
-@pytest.mark.fault(24)
-def test_another_wrapping_is_refused():
-    for message in run_ranks(wrap_differently, 2):
-        assert "rank 0" in message and "rank 1" in message
+    message = str(caught.value)
+    assert "rank 0" in message and "rank 1" in message
 
 
 SETTINGS = {
@@ -180,7 +172,8 @@ SETTINGS = {
 }
 
 
-def set_up_differently() -> dict[str, str]:
+@pytest.mark.ranks(2)
+def test_units_with_different_options_are_refused():
     messages = {}
     for kind, kwargs in SETTINGS.items():
         torch.manual_seed(1)
@@ -194,18 +187,16 @@ def set_up_differently() -> dict[str, str]:
             errors.append(str(caught.value))
         assert errors[0] == errors[1]
         messages[kind] = errors[0]
-    return messages
-
-
-def test_units_that_are_set_up_differently_are_refused_at_every_forward():
-    first, second = run_ranks(set_up_differently, 2)
+    first, second = gather_values(messages)
     assert first == second
     for kind, (_, _, word) in SETTINGS.items():
         assert word in first[kind], first[kind]
         assert "rank 0: 0: " in first[kind] and "rank 1: 0: " in first[kind]
 
 
-def do_something_alone() -> list[str]:
+@pytest.mark.fault(21)
+@pytest.mark.ranks(2)
+def test_a_collective_call_on_one_rank_ends_in_an_error():
     """What takes all ranks, on rank 0 only; the other one is alive, and never comes."""
     last_words._GRACE_SECONDS = 0.1  # The other rank leaves none.
     everyone = dist.new_group()
@@ -225,17 +216,13 @@ def do_something_alone() -> list[str]:
                 alone(model)
             messages.append(str(caught.value))
         dist.barrier(everyone)
-    return messages
-
-
-@pytest.mark.fault(21)
-def test_what_takes_all_ranks_ends_in_an_error_where_one_does_it_alone():
-    (clip, state, summon), _ = run_ranks(do_something_alone, 2)
+    (clip, state, summon), _ = gather_values(messages)
     assert "gradient norm" in clip
     assert "full parameters" in state and "full parameters" in summon
 
 
-def train_in_and_out_of_order() -> int:
+@pytest.mark.ranks(2)
+def test_no_false_alarm_where_all_ranks_change_the_order():
     """What a user may do on all ranks alike: other orders, evaluations, repeated and skipped units."""
     model = sharded(Choice((3, 5)), ["a", "b", ""])
     for step, order in enumerate(["ab", "ab", "ba", "a", "b", "aab", "ab", "abab", "ba", "ab"]):
@@ -246,48 +233,43 @@ def train_in_and_out_of_order() -> int:
         if step % 4 == 0:
             with model.no_sync():
                 model(noise(2, 4), order).sum().backward()
-    return step
+    assert step == 9
 
 
-def test_no_false_alarm_where_all_ranks_change_the_order():
-    assert run_ranks(train_in_and_out_of_order, 2) == [9, 9]
-
-
-def train_after_an_error() -> str:
+@pytest.mark.fault(33)
+@pytest.mark.ranks(2)
+def test_after_a_broken_contract_the_model_says_so():
     model = sharded(Choice((3, 3)), ["a", "b", ""])
     with pytest.raises(ContractError):
         model(noise(2, 4), ("ab", "ba")[dist.get_rank()])
     with pytest.raises(ScaleDistributedError, match="start from the last checkpoint") as caught:
         model(noise(2, 4), "ab")
-    return str(caught.value)
+    message = str(caught.value)
+    assert "broken" in message
 
 
-@pytest.mark.fault(33)
-def test_after_a_broken_contract_the_model_says_so_instead_of_going_on():
-    for message in run_ranks(train_after_an_error, 2):
-        assert "broken" in message
-
-
-def fail_on_one_rank() -> str:
-    model = sharded(Choice((3, 3)), ["a", "b", ""], impatient())
-    model(noise(2, 4), "ab").sum().backward()
-    if dist.get_rank() == 1:
-        model.b.register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(noise(2, 4), "ab")
-        return "division"
-    with pytest.raises(ScaleDistributedError) as caught:
-        model(noise(2, 4), "ab").sum().backward()
-    return str(caught.value)
-
-
+@pytest.mark.ranks(2)
 def test_what_one_rank_raised_stands_in_the_error_of_the_others():
-    message, own = run_ranks(fail_on_one_rank, 2)
+    def fail_on_one_rank() -> str:
+        model = sharded(Choice((3, 3)), ["a", "b", ""], impatient())
+        model(noise(2, 4), "ab").sum().backward()
+        if dist.get_rank() == 1:
+            model.b.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(noise(2, 4), "ab")
+            return "division"
+        with pytest.raises(ScaleDistributedError) as caught:
+            model(noise(2, 4), "ab").sum().backward()
+        return str(caught.value)
+
+    message, own = gather_values(fail_on_one_rank())
     assert own == "division"
     assert "ZeroDivisionError" in message
 
 
-def enter_apart(kinds: str) -> list[tuple[str, str]]:
+@pytest.mark.parametrize("kinds", ["equal", "other shapes", "in a model"])
+@pytest.mark.ranks(2)
+def test_ranks_that_enter_different_units_are_refused(kinds):
     """Two units without a module around them, of one shape or not, or with one: each rank enters another one first."""
     found = []
     for steps_before in (0, 3):
@@ -307,17 +289,12 @@ def enter_apart(kinds: str) -> list[tuple[str, str]]:
                     if step % 2:
                         output.sum().backward()
         found.append(str(caught.value))
-    return found
-
-
-@pytest.mark.parametrize("kinds", ["equal", "other shapes", "in a model"])
-def test_ranks_that_enter_other_units_are_told_so_before_the_first_pass_and_after(kinds):
-    for first, later in run_ranks(enter_apart, 2, kinds):
-        units = ("unit '0'", "unit '1'") if kinds == "in a model" else ("the root unit", "the root unit")
-        for rank, unit in enumerate(units):
-            for message in (first, later):
-                assert f"rank {rank}: {unit} (Linear, number " in message
+    first, later = found
+    units = ("unit '0'", "unit '1'") if kinds == "in a model" else ("the root unit", "the root unit")
+    for rank, unit in enumerate(units):
         for message in (first, later):
-            fact, mend = message.split(". ")
-            assert "the ranks are about to run different units: rank 0: " in fact
-            assert mend.startswith("All ranks must run the same units in the same order")
+            assert f"rank {rank}: {unit} (Linear, number " in message
+    for message in (first, later):
+        fact, mend = message.split(". ")
+        assert "the ranks are about to run different units: rank 0: " in fact
+        assert mend.startswith("All ranks must run the same units in the same order")

@@ -45,7 +45,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) ->
 
 
 @pytest.mark.parametrize("grads", [True, False])
-def test_with_shards_on_the_host_it_trains_as_the_plain_model_on_the_device(grads: bool) -> None:
+def test_with_shards_on_the_host_it_trains_as_the_plain_model(grads: bool) -> None:
     plain = layers()
     model = sharded(plain, shard_for_wrapper, move_params_to_cpu=True, move_grads_to_cpu=grads, compute_device="cuda")
     for unit in units_in(model):
@@ -60,14 +60,14 @@ def test_with_shards_on_the_host_it_trains_as_the_plain_model_on_the_device(grad
     assert all(param.grad is None and param.device.type == "cpu" for param in model.parameters())
 
 
-def test_gradients_alone_on_the_host_come_back_when_the_backward_is_over() -> None:
+def test_gradients_on_the_host_come_back_after_the_backward() -> None:
     plain = layers().cuda()
     model = sharded(plain, shard_for_wrapper, move_grads_to_cpu=True)
     ours = train(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     assert ours == train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
 
 
-def test_in_bf16_from_the_host_the_device_holds_no_more_than_a_few_units() -> None:
+def test_in_bf16_from_the_host_the_device_holds_few_units() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(layers(), offload_policy=CPUOffloadPolicy(), compute_device="cuda", mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)

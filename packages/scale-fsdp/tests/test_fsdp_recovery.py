@@ -7,7 +7,7 @@ import functools
 import gc
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import differing_grads, differing_weights
+from fsdp_parity import Step, assert_same_grads, put_mean_grads, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -24,13 +24,12 @@ import scale_core.flat.buffer
 import scale_core.flat.reduction
 import scale_core.quantization.collectives
 import scale_fsdp.runtime.recovery
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.hooks.autograd import register_grad_published_hook
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_fsdp import CommunicationPolicy, StepError, fully_shard
-from scale_fsdp.runtime.unit import units_in
 
 WIDTH = 5
 
@@ -71,9 +70,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         recomputing = torch._C._current_graph_task_id() != -1
-        if self.fails == ("recomputation" if recomputing else "forward"):
-            self.fails = ""
-            raise ValueError(f"broken in {'recomputation' if recomputing else 'forward'}")
+        _fail("recomputation" if recomputing else "forward", self)
         x = x + self.second(torch.tanh(self.first(x)))
         if self.fails == "backward" and not recomputing:
             self.fails = ""
@@ -124,44 +121,53 @@ def data(step: int, rank: int, micro: int = 0) -> Tensor:
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
 
 
+UNITS = ("blocks.0", "blocks.1", "blocks.2", "")
+
+
 def shard(plain: Net, failure: Failure) -> Net:
-    """A sharded copy."""
+    """A sharded copy; one block has its hooks before it is sharded, one after."""
     model = copy.deepcopy(plain)
-    hooked_before, hooked_after = (model.blocks[2], model.blocks[1]) if failure.where in HOOKS else (None, None)
-    for block in model.blocks:
-        if block is hooked_before:
-            block.hook()
-        fully_shard(block, reshard_after_forward=failure.reshard)
-        if block is hooked_after:
-            block.hook()
-    return fully_shard(model, reshard_after_forward=failure.reshard)
+    if failure.where in HOOKS:
+        model.blocks[2].hook()
+    for name in UNITS:
+        fully_shard(model.get_submodule(name), reshard_after_forward=failure.reshard)
+    if failure.where in HOOKS:
+        model.blocks[1].hook()
+    return model
 
 
-def fail_and_go_on(failure: Failure) -> list[str]:
-    """Trains with a failing step, and beside it one process that never meets it; returns what differs."""
-    rank, wrong = group_of().rank, []
-    torch.manual_seed(0)
-    plain = Net(failure.where == "recomputation")
-    model = shard(plain, failure)
-    optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain))
-    for step in range(failure.step + 3):
-        fails = step == failure.step
-        raised = train(model, step, failure, fails=fails and rank == failure.rank)
-        if fails:
-            wrong += check(raised, failure)
-            if any(param.grad is not None for param in model.parameters()) and failure.accumulate == 1:
-                wrong.append("a gradient of the step that was aborted")
-            model.zero_grad()
-            continue
-        if raised is not None:
-            wrong.append(f"step {step}: {raised!r}")
-        expected = mean_of(plain, whole_steps([step], failure))
-        for name, grad in split(expected, plain).items():
-            plain.get_parameter(name).grad = grad
-        for each in (optimizer, plain_optimizer):
-            each.step()
-            each.zero_grad()
-    return [f"{failure}: {line}" for line in wrong + differing_weights(model, plain)]
+def passes(*by_rank: list[tuple[int, int]]) -> Step:
+    """The backward passes of each rank, by step and micro-batch; those of the first on all ranks if there is one."""
+
+    def losses(model: nn.Module, rank: int, number: int) -> Iterable[Tensor]:
+        for step, micro in by_rank[rank if len(by_rank) > 1 else 0]:
+            yield model(data(step, rank, micro)).square().mean()
+
+    return losses
+
+
+def assert_leaves_no_trace(failures: list[Failure]) -> None:
+    """Trains with a failing step, and beside it one process that never meets it."""
+    for failure in failures:
+        torch.manual_seed(0)
+        plain = Net(failure.where == "recomputation")
+        model = shard(plain, failure)
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
+        for step in range(failure.step + 3):
+            raised = train(model, step, failure, fails=step == failure.step and group_of().rank == failure.rank)
+            if step == failure.step:
+                check(raised, failure)
+                if failure.accumulate == 1:
+                    assert all(param.grad is None for param in model.parameters()), failure
+                model.zero_grad()
+                continue
+            assert raised is None, (failure, step, raised)
+            micros = [(step, micro) for micro in range(failure.accumulate)]
+            put_mean_grads(plain, passes(micros), step, group_of().size, no_sync=failure.no_sync)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal(model, plain, failure)
 
 
 def train(model: nn.Module, step: int, failure: Failure, *, fails: bool) -> Exception | None:
@@ -179,39 +185,20 @@ def train(model: nn.Module, step: int, failure: Failure, *, fails: bool) -> Exce
     return None
 
 
-def check(raised: Exception | None, failure: Failure) -> list[str]:
+def check(raised: Exception | None, failure: Failure) -> None:
     """The failing rank raises its own error, with a note; the others say whose it was."""
-    mine = group_of().rank == failure.rank
+    is_own = group_of().rank == failure.rank
     text = str(raised) + "".join(getattr(raised, "__notes__", []))
-    expected = MemoryError if failure.where == "root" else ValueError
-    if not isinstance(raised, expected if mine else StepError):
-        return [f"raised {raised!r}"]
-    if mine and failure.where in IN_BACKWARD:
-        return []  # Autograd has the error by then; only the others can be told.
-    wanted = [rf"was aborted on all ranks, because rank {failure.rank} failed"]
-    wanted.append(
-        "its backward pass failed after the" if failure.where in IN_BACKWARD else f"broken in .*{failure.where}"
-    )
-    return [f"{text!r} lacks {pattern!r}" for pattern in wanted if not re.search(pattern, text)]
+    own_error = MemoryError if failure.where == "root" else ValueError
+    assert isinstance(raised, own_error if is_own else StepError), (failure, raised)
+    if is_own and failure.where in IN_BACKWARD:
+        return  # Autograd has the error by then; only the others can be told.
+    assert f"was aborted on all ranks, because rank {failure.rank} failed" in text, failure
+    cause = "its backward pass failed after the" if failure.where in IN_BACKWARD else f"broken in .*{failure.where}"
+    assert re.search(cause, text), (failure, text)
 
 
-def run_failures(failures: list[Failure]) -> list[str]:
-    for failure in failures:
-        wrong = fail_and_go_on(failure)
-        if wrong:
-            return wrong
-    return []
-
-
-Passes = list[tuple[int, int]]
-"""The passes whose gradients are in a sum, by step and micro-batch."""
-
-
-Reductions = list[list[Passes]]
-"""The sums that are averaged over the ranks, one after the other, by rank."""
-
-
-def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
+def assert_accumulated_gradients_stay(failures: list[Failure]) -> None:
     """After a pass that failed, gradients are those of a process that never ran it.
 
     One step runs whole and leaves its gradients in `grad`, the next is aborted in one of its micro-batches, and one
@@ -231,73 +218,24 @@ def accumulated_gradients_stay(failures: list[Failure]) -> list[str]:
         train(model, 1, failure, fails=False)
         before = [param.grad.clone() for param in model.parameters()]
         raised = train(model, 2, failure, fails=group_of().rank == failure.rank)
-        wrong = check(raised, failure)
-        if failure.no_sync and any(
-            param.grad is None or not torch.equal(local_tensor(param.grad), local_tensor(grad))
-            for param, grad in zip(model.parameters(), before, strict=True)
-        ):
-            wrong.append("a gradient that had been reduced before has changed")
+        check(raised, failure)
+        if failure.no_sync:  # What had been reduced before has not changed.
+            after = [local_tensor(param.grad) for param in model.parameters()]
+            assert_equal(after, list(map(local_tensor, before)), failure)
         model(data(3, group_of().rank)).square().mean().backward()
-        wrong += different_sums(model, plain, failure)
-        if wrong:
-            return [f"{failure}: {line}" for line in wrong]
-    return []
-
-
-def whole_steps(steps: list[int], failure: Failure) -> Reductions:
-    """Those of steps in which nothing fails."""
-    size, reductions = group_of().size, []
-    for step in steps:
-        micros = [[(step, micro)] for micro in range(failure.accumulate)]
-        together = [[(step, micro) for micro in range(failure.accumulate)]]
-        reductions += [[passes] * size for passes in (together if failure.no_sync else micros)]
-    return reductions
-
-
-def mean_of(plain: nn.Module, reductions: Reductions) -> Tensor:
-    """What all of them leave in the plain model's gradients, flat."""
-    expected: list[Tensor] = []
-    for by_rank in reductions:
-        mean = sum(plain_sum(plain, rank, passes) for rank, passes in enumerate(by_rank)) / len(by_rank)
-        expected = [mean] if not expected else [expected[0] + mean]
-    return expected[0]
-
-
-def different_sums(model: nn.Module, plain: nn.Module, failure: Failure) -> list[str]:
-    """Compares `grad` with the plain gradients of the passes that went well, each sum reduced as it was."""
-    size, last = group_of().size, failure.accumulate - 1
-    reductions = whole_steps([1], failure)
-    if not failure.no_sync:
-        reductions += [[[(2, micro)]] * size for micro in range(failure.at_micro_batch)]
-    kept = [failure.at_micro_batch if rank == failure.rank else last for rank in range(size)]
-    waited = [[(2, micro) for micro in range(number)] if failure.no_sync else [] for number in kept]
-    reductions.append([[*passes, (3, 0)] for passes in waited])
-    wholes = split(mean_of(plain, reductions), plain)
-    pieces = [
-        whole.reshape(-1)[span.start : span.stop].view(span.shape)
-        for unit in units_in(model)
-        for buffer in unit.buffers
-        for whole, span in zip([wholes[name] for name in buffer.names], buffer.spans, strict=True)
-    ]
-    grads = [param.grad for unit in units_in(model) for buffer in unit.buffers for param in buffer.sharded_params]
-    return [
-        "the gradients are not those of the passes that went well"
-        for grad, piece in zip(grads, pieces, strict=True)
-        if grad is None or not torch.equal(local_tensor(grad), piece)
-    ][:1]
-
-
-def plain_sum(plain: nn.Module, rank: int, passes: Passes) -> Tensor:
-    plain.zero_grad()
-    for step, micro in passes:
-        plain(data(step, rank, micro)).square().mean().backward()
-    return torch.cat([param.grad.reshape(-1) for param in plain.parameters() if param.grad is not None])
-
-
-def split(flat: Tensor, plain: nn.Module) -> dict[str, Tensor]:
-    named = dict(plain.named_parameters())
-    parts = flat.split([param.numel() for param in named.values()])
-    return {name: part.view(param.shape) for (name, param), part in zip(named.items(), parts, strict=True)}
+        size, stopped = group_of().size, failure.at_micro_batch
+        first = [(1, micro) for micro in range(failure.accumulate)]
+        if failure.no_sync:  # Each rank keeps the passes that it had run itself.
+            put_mean_grads(plain, passes(first), 1, size, no_sync=True)
+            reduced = [param.grad for param in plain.parameters()]
+            kept = [stopped if rank == failure.rank else failure.accumulate - 1 for rank in range(size)]
+            second = [[*((2, micro) for micro in range(number)), (3, 0)] for number in kept]
+            put_mean_grads(plain, passes(*second), 2, size, no_sync=True)
+            for param, grad in zip(plain.parameters(), reduced, strict=True):
+                param.grad = grad + param.grad
+        else:
+            put_mean_grads(plain, passes([*first, *((2, micro) for micro in range(stopped)), (3, 0)]), 1, size)
+        assert_same_grads(model, plain, failure)
 
 
 class TwoDtypes(nn.Module):
@@ -344,8 +282,8 @@ class Scarce:
         return None
 
 
-def without_memory(what: str, options: Mapping[str, Any]) -> list[str]:
-    """Each transfer of a step in turn finds no memory on rank 1; returns what differs from a model that never met it.
+def assert_serves_without_memory(what: str, options: Mapping[str, Any]) -> None:
+    """Each transfer of a step in turn finds no memory on rank 1; compares with a model that never met it.
 
     Args:
         what: "all_gather" or "reduce_scatter", of scale_core; or with "_quantized" behind it; "quantize" or
@@ -359,36 +297,36 @@ def without_memory(what: str, options: Mapping[str, Any]) -> list[str]:
         for unit in (*model[:2], model):
             fully_shard(unit, limit_seconds=10.0, **options)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
-    scarce, wrong = Scarce(what), []
+    scarce = Scarce(what)
     for step in range(60):
         scarce.fails_at = step - 2
         raised = scarce.step(models[0], step)
         if step >= 2 and scarce.number <= scarce.fails_at:  # There were no more of them.
             models[1](data(step, group_of().rank)).square().mean().backward()
             break
-        if (raised is not None) != (step >= 2):
-            wrong.append(f"{what} {scarce.fails_at}: raised {raised!r}")
+        assert (raised is not None) == (step >= 2), (what, scarce.fails_at, raised)
         if raised is None:
             models[1](data(step, group_of().rank)).square().mean().backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        elif any(param.grad is not None for param in models[0].parameters()):
-            wrong.append(f"{what} {scarce.fails_at}: a gradient of the step that was aborted")
+        else:
+            assert all(param.grad is None for param in models[0].parameters()), (what, scarce.fails_at)
+    assert 4 < step < 59, what
     for model in models:
         model.zero_grad()
         model(data(70, group_of().rank)).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-    return wrong + differing_weights(*models) + ([] if 4 < step < 59 else [f"{step - 2} times {what}"])
+    assert_equal(*models, (what, options))
 
 
-def without_memory_at_first(what: str, options: Mapping[str, Any] = MappingProxyType({})) -> list[str]:
+def assert_serves_at_first(what: str, options: Mapping[str, Any] = MappingProxyType({})) -> None:
     """As above, each transfer of the very first step of another copy; without options beside plain PyTorch."""
-    wrong, scarce = [], Scarce(what)
+    scarce = Scarce(what)
     torch.manual_seed(0)
     plain = nn.Sequential(TwoDtypes(), TwoDtypes(), nn.Linear(WIDTH, 2))
-    while not wrong:
+    while True:
         scarce.fails_at += 1
         model, other = copy.deepcopy(plain), copy.deepcopy(plain)
         for each in (model, other) if options else (model,):
@@ -396,28 +334,92 @@ def without_memory_at_first(what: str, options: Mapping[str, Any] = MappingProxy
                 fully_shard(unit, limit_seconds=10.0, **options)
         raised = scarce.step(model, 0)
         if scarce.number <= scarce.fails_at:
-            return wrong if scarce.fails_at > 4 else [f"only {scarce.fails_at} times {what}"]
-        if raised is None:
-            wrong.append(f"{what} {scarce.fails_at}: nothing was raised")
+            break
+        assert raised is not None, (what, scarce.fails_at)
         for each in (model, other):
             each(data(1, 0)).square().mean().backward()
         if options:
-            theirs = dict(other.named_parameters())
-            differing = [name for name, p in model.named_parameters() if not torch.equal(p.grad, theirs[name].grad)]
+            assert_equal([p.grad for p in model.parameters()], [p.grad for p in other.parameters()], scarce.fails_at)
         else:
-            differing = differing_grads(model, other)
-        wrong += [f"{what} {scarce.fails_at}: {line}" for line in differing]
-    return wrong
+            assert_same_grads(model, other, (what, scarce.fails_at))
+    assert scarce.fails_at > 4, what
 
 
-def run_without_memory() -> list[str]:
-    cases = [("all_gather", True), ("reduce_scatter", True), ("all_gather", False)]
-    wrong = [line for what, reshard in cases for line in without_memory(what, {"reshard_after_forward": reshard})]
-    return wrong + [line for what in ("all_gather", "reduce_scatter") for line in without_memory_at_first(what)]
+PLACES = [Failure("forward", block) for block in range(3)] + [Failure("backward", block) for block in range(3)]
 
 
-def run_without_memory_to_round(at_first: bool) -> list[str]:
-    """On four ranks: shards over all, in two nodes, and in two copies."""
+@pytest.mark.fault(11)
+@pytest.mark.ranks(2)
+def test_a_step_that_fails_on_one_rank_leaves_no_trace() -> None:
+    cases = [*PLACES, Failure("root"), Failure("forward", rank=0, step=1), Failure("recomputation", 0)]
+    cases += [Failure("recomputation", 2, rank=0)]
+    cases += [Failure(where, 1 + number % 2, rank=number % 2) for number, where in enumerate(HOOKS)]
+    assert_leaves_no_trace(cases)
+
+
+@pytest.mark.ranks(2)
+def test_it_is_so_whatever_stays_gathered_and_is_accumulated() -> None:
+    cases = [
+        Failure("forward", 1, reshard=False),
+        Failure("backward", 1, reshard=False, rank=0),
+        Failure("forward", 2, accumulate=3, no_sync=True, at_micro_batch=0),
+        Failure("backward", 0, accumulate=3, no_sync=True, at_micro_batch=1),
+        Failure("backward", 2, accumulate=2, no_sync=True, at_micro_batch=1, reshard=False),
+    ]
+    assert_leaves_no_trace(cases)
+
+
+@pytest.mark.gloo("four ranks' sums in rank order, to the bit")
+@pytest.mark.ranks(4)
+def test_it_is_so_where_parts_stay_gathered() -> None:
+    assert_leaves_no_trace([Failure("forward", 1, rank=2, reshard=2), Failure("backward", 1, rank=3, reshard=2)])
+
+
+EVERYWHERE = [*PLACES, Failure("root"), *(Failure("recomputation", block) for block in range(3))]
+
+
+@pytest.mark.ranks(2)
+def test_accumulated_gradients_outlive_a_failing_pass() -> None:
+    cases = [
+        replace(place, accumulate=2, no_sync=no_sync, at_micro_batch=1, rank=number % 2)
+        for number, place in enumerate(EVERYWHERE)
+        for no_sync in (False, True)
+    ]
+    assert_accumulated_gradients_stay(cases)
+
+
+@pytest.mark.gloo("three ranks' sums in rank order, to the bit")
+@pytest.mark.ranks(3)
+def test_each_rank_keeps_what_it_had_before_its_failing_pass() -> None:
+    """Under no_sync the others meet the one that failed in the last micro-batch only."""
+    cases = [
+        replace(place, accumulate=3, no_sync=True, at_micro_batch=micro, reshard=bool(micro))
+        for micro in (0, 1)
+        for place in (PLACES[1], PLACES[4], EVERYWHERE[6], EVERYWHERE[8])
+    ]
+    assert_accumulated_gradients_stay(cases)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_memory_for_a_transfer_serves_the_others() -> None:
+    """What a gather takes is the likeliest place to run out of memory, and then nothing was sent yet."""
+    for what, reshard in (("all_gather", True), ("reduce_scatter", True), ("all_gather", False)):
+        assert_serves_without_memory(what, {"reshard_after_forward": reshard})
+    for what in ("all_gather", "reduce_scatter"):
+        assert_serves_at_first(what)
+
+
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.ranks(4)
+def test_it_serves_both_halves_of_a_gather_between_nodes(reshard: bool) -> None:
+    options = {"reshard_after_forward": reshard, "communication": CommunicationPolicy(gather="int8", node_size=2)}
+    assert_serves_without_memory("all_gather_quantized", options)
+
+
+@pytest.mark.parametrize("at_first", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.ranks(4)
+def test_a_rank_without_memory_to_quantize_sends_its_messages(at_first: bool) -> None:
+    """Those who wait for them need not wait until their time limit, wherever it happens and however long it lasts."""
     both = CommunicationPolicy(gather="int8", reduce="int4", error_feedback=True)
     every: list[dict[str, Any]] = [
         {"communication": both},
@@ -427,19 +429,20 @@ def run_without_memory_to_round(at_first: bool) -> list[str]:
             "mesh": init_device_mesh("cpu", (2, 2)),
         },
     ]
-    run = without_memory_at_first if at_first else without_memory
-    return [
-        f"{options}: {line}" for options in every for what in ("quantize", "dequantize") for line in run(what, options)
-    ]
+    for options in every:
+        for what in ("quantize", "dequantize"):
+            (assert_serves_at_first if at_first else assert_serves_without_memory)(what, options)
 
 
-def fails_after_the_comparison(ranks: list[int]) -> str:
-    """Whoever is told of gradients raises on these ranks; returns what the next pass says."""
+@pytest.mark.parametrize("failing_ranks", [[1], [0, 1]])
+@pytest.mark.ranks(2)
+def test_a_rank_that_fails_later_than_the_others_is_found_out(failing_ranks: list[int]) -> None:
+    """Whoever is told of gradients raises; otherwise ranks would train on with parameters of two different steps."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(WIDTH, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(3):
-        fails = step == 2 and group_of().rank in ranks
+        fails = step == 2 and group_of().rank in failing_ranks
 
         def told(_: object, fails: bool = fails) -> None:
             if fails:
@@ -454,19 +457,16 @@ def fails_after_the_comparison(ranks: list[int]) -> str:
         if not fails:
             optimizer.step()
         optimizer.zero_grad()
-    try:
+    words = r"(?s)failure after the comparison.*rank 1|rank 1.*failure after the comparison"
+    with pytest.raises(ContractError, match=words) if failing_ranks == [1] else nullcontext():
         model(data(3, group_of().rank)).square().mean().backward()
-    except ContractError as error:
-        return str(error)
-    return ""
 
 
-def evaluation_is_aborted() -> None:
+@pytest.mark.fault(21)
+@pytest.mark.ranks(3)
+def test_an_evaluation_is_aborted_too() -> None:
     torch.manual_seed(0)
-    model = Net(False).eval()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    model = sharded(Net(False).eval(), UNITS)
     with torch.no_grad():
         for _ in range(2):
             expected = model(data(0, 0))
@@ -476,90 +476,102 @@ def evaluation_is_aborted() -> None:
         assert torch.equal(model(data(0, 0)), expected)
 
 
-def all_fail_in_the_first_step() -> list[str]:
-    """Each in its own way, at one place: they meet there, and go on. Returns what they were told."""
+@pytest.mark.ranks(2)
+def test_in_the_first_step_all_are_told_at_the_next_comparison() -> None:
+    cases = [replace(place, step=0, rank=number % 2) for number, place in enumerate(EVERYWHERE)]
+    cases += [Failure(where, 1 + number % 2, rank=number % 2, step=0) for number, where in enumerate(HOOKS)]
+    cases += [
+        replace(place, step=0, accumulate=2, no_sync=no_sync, at_micro_batch=1, reshard=no_sync)
+        for place in (PLACES[1], PLACES[4])
+        for no_sync in (False, True)
+    ]
+    assert_leaves_no_trace(cases)
+
+
+@pytest.mark.ranks(2)
+def test_in_the_first_step_ranks_that_all_fail_do_not_wait() -> None:
+    """Each in its own way, at one place: they meet there, and go on."""
     torch.manual_seed(0)
-    plain, told = Net(False), []
+    plain = Net(False)
     model = shard(plain, Failure(HOOKS[0]))
     for places in (("forward", HOOKS[1]), (HOOKS[0], "forward"), ("root", "root")):
         where = places[group_of().rank]
         (model if where == "root" else model.blocks[1]).fails = where
         with pytest.raises((ValueError, MemoryError), match=f"in the {where}|in {where}") as caught:
             model(data(0, group_of().rank))
-        told.append(caught.value.__notes__[0])
+        assert "because ranks 0, 1 failed" in caught.value.__notes__[0]
     model(data(0, 0)).square().mean().backward()
     plain(data(0, 0)).square().mean().backward()
-    return told + differing_grads(model, plain)
+    assert_same_grads(model, plain)
 
 
-class Box:
-    """An output in which no tensor is found, so that a gradient of a parameter is what begins the backward."""
+@pytest.mark.ranks(2)
+def test_a_backward_that_fails_before_its_first_event_names_none() -> None:
+    """Rank 1 has a gradient and nothing that it could name."""
 
-    def __init__(self, held: Tensor) -> None:
-        self.held = held
+    class Box:
+        """An output in which no tensor is found, so that a gradient of a parameter is what begins the backward."""
 
+        def __init__(self, held: Tensor) -> None:
+            self.held = held
 
-class Boxed(nn.Module):
-    """Fails in the backward of what is behind its last layer, where it is told to."""
+    class Boxed(nn.Module):
+        """Fails in the backward of what is behind its last layer, where it is told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.fails = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), False
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.fails = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), False
 
-    def forward(self, x: Tensor) -> Box:
-        hidden = self.first(x)
-        return Box(self.last(_Breaks.apply(hidden) if self.fails else hidden))
+        def forward(self, x: Tensor) -> Box:
+            hidden = self.first(x)
+            return Box(self.last(_Breaks.apply(hidden) if self.fails else hidden))
 
-
-def fails_before_any_event() -> str:
-    """Rank 1 has a gradient and nothing that it could name; returns what is said of it."""
     model = fully_shard(Boxed(), limit_seconds=10.0)
     model.fails = group_of().rank == 1
-    with pytest.raises(ValueError if model.fails else StepError) as caught:
+    words = "^broken in backward$" if model.fails else "its backward pass failed, with an error that is raised there"
+    with pytest.raises(ValueError if model.fails else StepError, match=words):
         model(data(0, 0)).held.sum().backward()
-    return str(caught.value)
 
 
-def third_micro_batch_fails() -> str:
-    """No step is known as a whole, and passes of this kind are compared no more: the others wait in vain."""
-    model = Net(False)
-    for block in model.blocks:
-        fully_shard(block, limit_seconds=3.0)
-    fully_shard(model, limit_seconds=3.0)
+LAST_WORDS = re.compile("rank 1: .*raised ValueError: broken in forward", re.DOTALL)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_wait_in_vain_find_the_others_error() -> None:
+    """No step is known as a whole, and passes of this kind are compared no more."""
+    model = sharded(Net(False), UNITS, limit_seconds=3.0)
     failure = Failure("forward", accumulate=3, no_sync=True, at_micro_batch=2)
     raised = train(model, 0, failure, fails=group_of().rank == 1)
-    assert isinstance(raised, ValueError if group_of().rank == 1 else ScaleDistributedError)
+    if group_of().rank == 1:
+        assert isinstance(raised, ValueError) and str(raised) == "broken in forward"
+    else:
+        assert isinstance(raised, ScaleDistributedError) and LAST_WORDS.search(str(raised)), raised
+    del raised
     gc.collect()
-    return str(raised)
 
 
-def serving_fails() -> str:
-    """The rank that has failed finds no memory to serve the others: its words are there all the same."""
-    model = Net(False)
-    for block in model.blocks:
-        fully_shard(block, limit_seconds=3.0)
-    fully_shard(model, limit_seconds=3.0)
-    mine = group_of().rank == 1
-    for step in range(3):
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            if step == 2 and mine:
-                warnings.simplefilter("ignore")  # torch says that the model's hook has failed as well.
-                model.blocks[1].fails = "forward"
-                patch.setattr(scale_fsdp.runtime.recovery, "_replay", _without_memory)
-            try:
-                model(data(step, group_of().rank)).sum().backward()
-            except (ValueError, ScaleDistributedError) as error:
-                gc.collect()
-                return str(error)
-    return "nothing was raised"
+@pytest.mark.ranks(2)
+def test_ranks_that_are_not_served_find_the_others_error() -> None:
+    """The rank that has failed finds no memory to serve the others."""
+
+    def without_memory(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory to serve")
+
+    model, fails = sharded(Net(False), UNITS, limit_seconds=3.0), group_of().rank == 1
+    for step in range(2):
+        model(data(step, group_of().rank)).sum().backward()
+    error, words = (ValueError, "^broken in forward$") if fails else (ScaleDistributedError, LAST_WORDS)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        if fails:
+            warnings.simplefilter("ignore")  # torch says that the model's hook has failed as well.
+            model.blocks[1].fails = "forward"
+            patch.setattr(scale_fsdp.runtime.recovery, "_replay", without_memory)
+        with pytest.raises(error, match=words):
+            model(data(2, group_of().rank)).sum().backward()
+    gc.collect()
 
 
-def _without_memory(*_: object) -> None:
-    raise torch.OutOfMemoryError("no memory to serve")
-
-
-def alone() -> None:
-    """A world of one: the error is the user's, and the model is as before."""
+def test_in_a_world_of_one_the_error_is_the_users_own() -> None:
     model = fully_shard(Net(False))
     for where in ("forward", "backward"):
         for _ in range(2):
@@ -570,113 +582,3 @@ def alone() -> None:
             model(data(0, 0)).sum().backward()
         assert all(param.grad is None for param in model.parameters())
     model(data(0, 0)).sum().backward()
-
-
-PLACES = [Failure("forward", block) for block in range(3)] + [Failure("backward", block) for block in range(3)]
-
-
-@pytest.mark.fault(11)
-def test_a_step_that_fails_on_one_rank_is_aborted_on_all_and_leaves_no_trace() -> None:
-    cases = [*PLACES, Failure("root"), Failure("forward", rank=0, step=1), Failure("recomputation", 0)]
-    cases += [Failure("recomputation", 2, rank=0)]
-    cases += [Failure(where, 1 + number % 2, rank=number % 2) for number, where in enumerate(HOOKS)]
-    assert run_ranks(run_failures, 2, cases) == [[], []]
-
-
-@pytest.mark.gloo("four ranks' sums in rank order, to the bit")
-def test_it_is_so_whatever_stays_gathered_and_however_gradients_accumulate() -> None:
-    cases = [
-        Failure("forward", 1, reshard=False),
-        Failure("backward", 1, reshard=False, rank=0),
-        Failure("forward", 2, accumulate=3, no_sync=True, at_micro_batch=0),
-        Failure("backward", 0, accumulate=3, no_sync=True, at_micro_batch=1),
-        Failure("backward", 2, accumulate=2, no_sync=True, at_micro_batch=1, reshard=False),
-    ]
-    assert run_ranks(run_failures, 2, cases) == [[], []]
-    cases = [Failure("forward", 1, rank=2, reshard=2), Failure("backward", 1, rank=3, reshard=2)]
-    assert run_ranks(run_failures, 4, cases) == [[]] * 4
-
-
-EVERYWHERE = [*PLACES, Failure("root"), *(Failure("recomputation", block) for block in range(3))]
-
-
-def test_accumulated_gradients_are_kept_wherever_the_last_pass_fails() -> None:
-    cases = [
-        replace(place, accumulate=2, no_sync=no_sync, at_micro_batch=1, rank=number % 2)
-        for number, place in enumerate(EVERYWHERE)
-        for no_sync in (False, True)
-    ]
-    assert run_ranks(accumulated_gradients_stay, 2, cases) == [[], []]
-
-
-@pytest.mark.gloo("three ranks' sums in rank order, to the bit")
-def test_each_rank_keeps_what_it_had_before_the_pass_that_raised_on_it() -> None:
-    """Under no_sync the others meet the one that failed in the last micro-batch only."""
-    cases = [
-        replace(place, accumulate=3, no_sync=True, at_micro_batch=micro, reshard=bool(micro))
-        for micro in (0, 1)
-        for place in (PLACES[1], PLACES[4], EVERYWHERE[6], EVERYWHERE[8])
-    ]
-    assert run_ranks(accumulated_gradients_stay, 3, cases) == [[]] * 3
-
-
-def test_a_rank_without_memory_for_a_transfer_itself_still_serves_it_to_the_others() -> None:
-    """What a gather takes is the likeliest place to run out of memory, and then nothing was sent yet."""
-    assert run_ranks(run_without_memory, 2) == [[], []]
-
-
-@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.soak)])
-def test_it_serves_both_halves_of_a_gather_that_is_quantized_between_nodes(reshard: bool) -> None:
-    options = {"reshard_after_forward": reshard, "communication": CommunicationPolicy(gather="int8", node_size=2)}
-    assert run_ranks(without_memory, 4, "all_gather_quantized", options) == [[]] * 4
-
-
-@pytest.mark.parametrize("at_first", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_a_rank_without_memory_to_quantize_still_sends_its_messages(at_first: bool) -> None:
-    """Those who wait for them need not wait until their time limit, wherever it happens and however long it lasts."""
-    assert run_ranks(run_without_memory_to_round, 4, at_first) == [[]] * 4
-
-
-def test_a_rank_that_fails_when_the_others_have_gone_on_is_found_out_in_the_next_pass() -> None:
-    """Otherwise they would train on with parameters of two different steps."""
-    for message in run_ranks(fails_after_the_comparison, 2, [1]):
-        assert "failure after the comparison" in message and "rank 1" in message
-    assert run_ranks(fails_after_the_comparison, 2, [0, 1]) == ["", ""]
-
-
-@pytest.mark.fault(21)
-def test_an_evaluation_is_aborted_too() -> None:
-    run_ranks(evaluation_is_aborted, 3)
-
-
-def test_in_the_first_step_all_are_told_at_the_next_comparison() -> None:
-    cases = [replace(place, step=0, rank=number % 2) for number, place in enumerate(EVERYWHERE)]
-    cases += [Failure(where, 1 + number % 2, rank=number % 2, step=0) for number, where in enumerate(HOOKS)]
-    cases += [
-        replace(place, step=0, accumulate=2, no_sync=no_sync, at_micro_batch=1, reshard=no_sync)
-        for place in (PLACES[1], PLACES[4])
-        for no_sync in (False, True)
-    ]
-    assert run_ranks(run_failures, 2, cases) == [[], []]
-
-
-def test_in_the_first_step_ranks_that_all_fail_do_not_wait_for_each_other() -> None:
-    for told in run_ranks(all_fail_in_the_first_step, 2):
-        assert len(told) == 3 and all("because ranks 0, 1 failed" in words for words in told), told
-
-
-def test_a_backward_that_fails_before_its_first_event_names_none() -> None:
-    messages = run_ranks(fails_before_any_event, 2)
-    assert messages[1] == "broken in backward"
-    assert "its backward pass failed, with an error that is raised there" in messages[0]
-
-
-@pytest.mark.parametrize("fails", [third_micro_batch_fails, serving_fails])
-def test_where_it_can_not_be_served_the_others_find_its_last_words(fails: Callable[[], str]) -> None:
-    messages = run_ranks(fails, 2)
-    assert messages[1] == "broken in forward"
-    assert "rank 1: " in messages[0] and "raised ValueError: broken in forward" in messages[0]
-
-
-def test_in_a_world_of_one_the_error_is_the_users_own() -> None:
-    alone()

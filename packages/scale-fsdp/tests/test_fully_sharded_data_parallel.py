@@ -3,11 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import noise
-from fsdp_cases import differing_weights
+from fsdp_parity import noise
 from torch import nn
 
-from scale_core.testing import run_ranks
+from scale_check.exact import assert_equal
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_fsdp.api import UnitPrecision
 from scale_fsdp.runtime.unit import unit_of, units_in
@@ -52,7 +51,7 @@ def test_it_may_be_subclassed():
     assert type(model) is Mine
 
 
-def test_the_first_arguments_may_be_given_by_position_as_in_fairscale():
+def test_the_first_arguments_may_be_positional_as_in_fairscale():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = FullyShardedDataParallel(Model(), None, False, policy, True)
     unit = unit_of(model.module)
@@ -65,14 +64,14 @@ def test_the_first_arguments_may_be_given_by_position_as_in_fairscale():
 def test_fairscales_own_tuning_arguments_warn_and_change_nothing():
     with pytest.warns(UserWarning, match="bucket_cap_mb, verbose"):
         model = FullyShardedDataParallel(Model(), bucket_cap_mb=25, verbose=True)
-    assert differing_weights(model, Model()) == []
+    assert_equal(model, Model())
 
 
 @pytest.mark.parametrize("name", ["cpu_offload", "move_params_to_cpu", "move_grads_to_cpu"])
 def test_fairscales_arguments_for_offloading_are_taken(name):
     for value in (False, True):
         model = FullyShardedDataParallel(Model(), **{name: value})
-        assert differing_weights(model, Model()) == []
+        assert_equal(model, Model())
         placement = unit_of(model.module).options.placement
         assert (placement.params_on_host, placement.grads_on_host) == (
             value and name != "move_grads_to_cpu",
@@ -80,9 +79,9 @@ def test_fairscales_arguments_for_offloading_are_taken(name):
         )
 
 
-def test_what_fairscale_offers_beyond_may_be_declined_and_not_asked_for():
+def test_other_options_of_fairscale_may_only_be_declined():
     model = FullyShardedDataParallel(Model(), force_input_to_fp32=False)
-    assert differing_weights(model, Model()) == []
+    assert_equal(model, Model())
     message = r"force_input_to_fp32=.*policy.*MixedPrecisionPolicy\(param_dtype=torch.float32\)"
     with pytest.raises(ValueError, match=message):
         FullyShardedDataParallel(Model(), force_input_to_fp32=True)
@@ -96,22 +95,18 @@ def test_an_unknown_argument_names_the_nearest_known_one():
         FullyShardedDataParallel(Model(), nonsense=True)
 
 
-def nest() -> list[str]:
+@pytest.mark.ranks(1, 2)
+def test_wrappers_nest_under_the_names_of_the_plain_model():
     plain, model = Model(), Model()
     model.layers[0] = FullyShardedDataParallel(model.layers[0])
     model.layers[1] = FullyShardedDataParallel(fully_shard(model.layers[1]))
     model.layers = FullyShardedDataParallel(FullyShardedDataParallel(model.layers))
     model = FullyShardedDataParallel(model)
-    wrong = []
     expected = [name for name, _ in plain.named_parameters()]
-    if (model.rank, model.world_size) != (dist.get_rank(), dist.get_world_size()):
-        wrong.append(f"rank {model.rank} of {model.world_size}")
-    if model.process_group is not dist.group.WORLD:
-        wrong.append("another group")
-    if [name for name, _ in model.named_parameters()] != expected:
-        wrong.append(f"names {[name for name, _ in model.named_parameters()]}")
-    if [name for name, _ in model.named_parameters(prefix="a")] != [f"a.{name}" for name in expected]:
-        wrong.append("names with a prefix")
+    assert (model.rank, model.world_size) == (dist.get_rank(), dist.get_world_size())
+    assert model.process_group is dist.group.WORLD, "another group"
+    assert [name for name, _ in model.named_parameters()] == expected
+    assert [name for name, _ in model.named_parameters(prefix="a")] == [f"a.{name}" for name in expected]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(3):
         for each, optimizer in zip((plain, model), optimizers, strict=True):
@@ -121,15 +116,9 @@ def nest() -> list[str]:
     with model.no_sync():
         model(noise(4, 3)).sum().backward()
     with model.summon_full_params():
-        wrong += [
-            f"{name} summoned" for name, p in model.named_parameters() if p.shape != plain.get_parameter(name).shape
-        ]
-    return wrong + differing_weights(model, plain)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_wrappers_nest_under_the_names_of_the_plain_model(world):
-    assert not any(run_ranks(nest, world))
+        for name, param in model.named_parameters():
+            assert param.shape == plain.get_parameter(name).shape, name
+    assert_equal(model, plain)
 
 
 def test_what_fairscales_users_read_of_it_is_there():
@@ -147,7 +136,7 @@ def test_around_a_unit_it_adds_nothing_and_can_change_nothing():
     model = FullyShardedDataParallel(module)
     assert model.module is module
     assert units_in(model) == [unit_of(module)]
-    assert differing_weights(model, Model()) == []
+    assert_equal(model, Model())
     told = r"Model is sharded already.*give reshard_after_forward=1, limit_seconds=3.0 to the fully_shard\(\.\.\.\)"
     with pytest.raises(ValueError, match=told):
         FullyShardedDataParallel(module, reshard_after_forward=1, limit_seconds=3.0, init=None)
@@ -161,6 +150,6 @@ def test_modes_reach_the_module():
     assert next(iter(model.children())) is model.module
 
 
-def test_an_unfinished_wrapper_lacks_its_module_without_endless_recursion():
+def test_an_unfinished_wrapper_does_not_recurse():
     with pytest.raises(AttributeError):
         _ = FullyShardedDataParallel.__new__(FullyShardedDataParallel).module

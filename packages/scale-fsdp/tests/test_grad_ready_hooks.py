@@ -46,7 +46,7 @@ def test_one_that_is_frozen_is_watched_from_when_it_trains() -> None:
     assert len(listener.heard) == 1
 
 
-def test_a_shard_is_heard_of_from_whoever_reduces_it_and_gets_no_hook() -> None:
+def test_a_shard_is_reported_by_its_reduction_without_a_hook() -> None:
     listener, shard, foreign = Listener(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     for param in (shard, foreign):
         set_shard(param, Shard("weight", (4,), 0, 2))
@@ -60,7 +60,7 @@ def test_a_shard_is_heard_of_from_whoever_reduces_it_and_gets_no_hook() -> None:
     assert [(param is shard, there) for param, there in listener.heard] == [(True, False), (True, True)]
 
 
-def test_who_uses_a_gradient_at_once_hears_of_it_when_it_is_there() -> None:
+def test_who_uses_a_gradient_at_once_hears_when_it_is_there() -> None:
     listener, shard, other = Listener(at_once=True), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     for param in (shard, other):
         set_shard(param, Shard("weight", (4,), 0, 2))

@@ -83,7 +83,7 @@ def test_the_factor_is_not_rounded_to_the_gradients_precision(dtype: torch.dtype
             assert (grad == exact).float().mean() > 0.99
 
 
-def test_gradients_are_left_scaled_and_without_a_factor_as_they_were() -> None:
+def test_gradients_are_left_scaled_or_as_they_were() -> None:
     step = HostKernel(torch.optim.Adam, {"lr": 0.1})
     grad, state = torch.full((10,), 2.0), dict[str, Any]()
     piece = HostChunk(torch.ones(10), grad, state)
@@ -93,7 +93,7 @@ def test_gradients_are_left_scaled_and_without_a_factor_as_they_were() -> None:
     assert state["step"].item() == 3
 
 
-def test_the_fused_kernel_is_taken_unless_the_user_says_otherwise() -> None:
+def test_the_fused_kernel_is_the_default() -> None:
     for given, found in (
         ({"fused": None, "foreach": None}, True),
         ({"fused": None}, True),
@@ -109,7 +109,7 @@ def test_the_fused_kernel_is_taken_unless_the_user_says_otherwise() -> None:
     assert host_options({"lr": torch.tensor([0.5])}, torch.float32)["lr"].shape == ()
 
 
-def test_a_tensor_gets_the_strides_of_its_parameter_only_if_it_has_others() -> None:
+def test_a_tensor_gets_the_strides_of_its_parameter_if_needed() -> None:
     param = torch.zeros(3, 4)
     same, turned = torch.ones(3, 4), torch.arange(12.0).view(4, 3).t()
     assert with_strides_of(param, same) is same

@@ -28,7 +28,7 @@ def shape_of(parts: list[StatePart]) -> list[list[tuple[int, int, int]]]:
     return [[(parts.index(s.part), s.start, s.stop) for s in bucket] for bucket in buckets(parts)]
 
 
-def test_buckets_hold_small_parts_together_and_large_ones_in_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_join_small_parts_and_divide_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_update, "CHUNK_ELEMENTS", 100)
     parts = parts_with_grads([30, 40, 50, 250, 0], {})
     assert shape_of(parts) == [

@@ -41,7 +41,7 @@ def test_new_and_old_tensors_go_together_and_nothing_is_kept() -> None:
     assert not bare._optimizer.state and not bare._optimizer.param_groups
 
 
-def test_a_constructor_that_makes_state_is_called_again_for_new_tensors_only() -> None:
+def test_a_constructor_with_state_runs_for_new_tensors_only() -> None:
     built: list[int] = []
 
     class Counting(torch.optim.Adagrad):
@@ -58,7 +58,7 @@ def test_a_constructor_that_makes_state_is_called_again_for_new_tensors_only() -
     assert [state["step"].item() for state in states] == [4, 2]
 
 
-def test_a_group_may_have_options_of_its_own_and_words_that_no_optimizer_knows() -> None:
+def test_a_group_may_have_its_own_and_unknown_options() -> None:
     bare = InnerOptimizer(torch.optim.SGD, {"lr": 0.1})
     param = torch.ones(2)
     bare.step([param], [torch.ones(2)], [{}], {**bare.defaults, "lr": 0.5, "initial_lr": 0.7, "name": "mine"})
@@ -76,7 +76,7 @@ def test_nobody_is_told_of_its_steps() -> None:
     assert not told
 
 
-def test_groups_of_older_versions_are_completed_as_the_class_does() -> None:
+def test_groups_of_older_versions_are_completed() -> None:
     bare = InnerOptimizer(torch.optim.AdamW, {})
     old = {"params": [], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     bare.fill_options([old])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import noise
+from fsdp_parity import noise
 from torch import nn
 
 from scale_core.errors import ScaleDistributedError, set_last_snapshot
@@ -69,7 +69,7 @@ def one_of_each_pair_is_killed(folder: str) -> None:
 
 
 @pytest.mark.fault(1, 2)
-def test_the_others_say_at_once_who_has_gone_and_where_and_have_not_stepped(tmp_path: Path) -> None:
+def test_the_others_say_at_once_which_rank_was_killed(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="was killed by SIGKILL"):
         run_ranks(one_of_each_pair_is_killed, 2 * len(MOMENTS), str(tmp_path))
     for moment in MOMENTS:

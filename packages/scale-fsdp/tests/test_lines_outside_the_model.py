@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.errors import ShardedTensorError
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 
 
@@ -21,16 +20,21 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)).double()
 
 
-def logged(model: nn.Module) -> list[float]:
-    """Outside of no_grad, as people log."""
-    numbers = []
-    for param in model.parameters():
-        numbers += [param.abs().max().item(), param.norm(float("inf")).item(), param.norm().item(), param.std().item()]
-        numbers.append(param.softmax(-1).square().sum().item())
-    return numbers
+@pytest.mark.ranks(2)
+def test_losses_and_logs_of_parameters_are_those_of_one_process() -> None:
+    def logged(model: nn.Module) -> list[float]:
+        """Outside of no_grad, as people log."""
+        numbers = []
+        for param in model.parameters():
+            numbers += [
+                param.abs().max().item(),
+                param.norm(float("inf")).item(),
+                param.norm().item(),
+                param.std().item(),
+            ]
+            numbers.append(param.softmax(-1).square().sum().item())
+        return numbers
 
-
-def losses_and_errors() -> tuple[list[float], list[float], list[list[Tensor]], str, str]:
     plain, model = net(), fully_shard(net())
     gradients = []
     for each in (plain, model):
@@ -41,60 +45,60 @@ def losses_and_errors() -> tuple[list[float], list[float], list[list[Tensor]], s
         model[0].weight.abs().max().backward()
     with pytest.raises(ShardedTensorError, match=r"new_tensor of .*full_tensor\(\)") as copied:
         model[0].weight.new_tensor(model[0].weight)
-    return logged(plain), logged(model), gradients, str(extreme.value), str(copied.value)
+    expected, found, (wanted, gradients), *_ = (
+        logged(plain),
+        logged(model),
+        gradients,
+        str(extreme.value),
+        str(copied.value),
+    )
+    assert found == pytest.approx(expected, rel=1e-12)
+    for mine, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
-def test_losses_and_logs_of_parameters_are_those_of_one_process() -> None:
-    for expected, found, (wanted, gradients), *_ in run_ranks(losses_and_errors, 2):
-        assert found == pytest.approx(expected, rel=1e-12)
-        for mine, other in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(mine, other)
+@pytest.mark.ranks(2)
+def test_a_trial_step_leaves_the_optimizer_as_it_was() -> None:
+    class WithMask(torch.optim.Optimizer):
+        """Takes the elements of a mask, where there are some, as optimizers against spikes do."""
 
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
 
-class Warmup:
-    """Counts its calls."""
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    mask = param.grad.abs() > 2 * param.grad.abs().mean()
+                    if mask.sum() > 0:
+                        param.grad[mask] = param.grad[mask] / 2
+                    param.sub_(0.1 * param.grad)
 
-    def __init__(self) -> None:
-        self.calls = 0
+    class Warmup:
+        """Counts its calls."""
 
-    def rate(self) -> float:
-        self.calls += 1
-        return 0.01 * self.calls
+        def __init__(self) -> None:
+            self.calls = 0
 
+        def rate(self) -> float:
+            self.calls += 1
+            return 0.01 * self.calls
 
-class WithHelpers(torch.optim.Optimizer):
-    """Nothing is known of its step, which has a counter and random numbers of its own."""
+    class WithHelpers(torch.optim.Optimizer):
+        """Nothing is known of its step, which has a counter and random numbers of its own."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-        self.warmup, self.generator = Warmup(), torch.Generator().manual_seed(3)
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+            self.warmup, self.generator = Warmup(), torch.Generator().manual_seed(3)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        rate = self.warmup.rate() * torch.rand((), generator=self.generator).item()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and param.grad.norm() > 0:
-                    param.sub_(rate * param.grad)
+        @torch.no_grad()
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            rate = self.warmup.rate() * torch.rand((), generator=self.generator).item()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None and param.grad.norm() > 0:
+                        param.sub_(rate * param.grad)
 
-
-class WithMask(torch.optim.Optimizer):
-    """Takes the elements of a mask, where there are some, as optimizers against spikes do."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                mask = param.grad.abs() > 2 * param.grad.abs().mean()
-                if mask.sum() > 0:
-                    param.grad[mask] = param.grad[mask] / 2
-                param.sub_(0.1 * param.grad)
-
-
-def steps() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     plain, model = net(), fully_shard(net())
     for each in (plain, model):
         optimizer = WithHelpers(each.parameters())
@@ -108,29 +112,29 @@ def steps() -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
     with pytest.raises(RuntimeError, match=r"WithMask.step\(\): getitem of .*OSS\(model.parameters\(\)") as caught:
         WithMask(refused.parameters()).step()
     assert all(torch.equal(value, before[name]) for name, value in refused.state_dict().items())
-    return plain.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}, str(caught.value)
+    expected, found, _ = (
+        plain.state_dict(),
+        {name: value.clone() for name, value in model.state_dict().items()},
+        str(caught.value),
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
 
 
-def test_a_trial_of_a_step_leaves_the_optimizer_as_it_was_and_looks_into_branches() -> None:
-    for expected, found, _ in run_ranks(steps, 2):
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value)
+@pytest.mark.ranks(2)
+def test_a_buffer_that_shards_were_added_to_is_saved_in_full() -> None:
+    class WithBuffer(nn.Module):
+        """A buffer to which a program adds what it makes of gradients."""
 
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 5, dtype=torch.float64)
+            self.register_buffer("fisher", torch.zeros(5, 4, dtype=torch.float64))
 
-class WithBuffer(nn.Module):
-    """A buffer to which a program adds what it makes of gradients."""
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.layer(x)
+            return output
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 5, dtype=torch.float64)
-        self.register_buffer("fisher", torch.zeros(5, 4, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)
-        return output
-
-
-def buffers() -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     plain = WithBuffer()
     model = WithBuffer()
@@ -140,15 +144,14 @@ def buffers() -> tuple[Tensor, Tensor]:
         each(torch.ones(2, 4, dtype=torch.float64)).square().mean().backward()
         with torch.no_grad():
             each.fisher += each.layer.weight.grad**2
-    return plain.state_dict()["fisher"], model.state_dict()["fisher"].clone()
+    expected, found = (plain.state_dict()["fisher"], model.state_dict()["fisher"].clone())
+    torch.testing.assert_close(found, expected)
 
 
-def test_a_buffer_that_shards_were_added_to_is_saved_in_full() -> None:
-    for expected, found in run_ranks(buffers, 2):
-        torch.testing.assert_close(found, expected)
-
-
-def padded(units: str) -> list[float]:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize("units", ["layers", "root"])
+@pytest.mark.ranks(2)
+def test_the_fast_path_of_an_encoder_is_that_of_the_plain_one(units: str) -> None:
     """The largest differences of outputs in eval mode, where the encoder takes its fast path, and in training."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -163,11 +166,5 @@ def padded(units: str) -> list[float]:
         with torch.no_grad():
             found.append(each(batch, src_key_padding_mask=padding))
     trained = [each.train()(batch, src_key_padding_mask=padding) for each in (plain, model)]
-    return [(ours - theirs).abs().max().item() for theirs, ours in (found, trained)]
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@pytest.mark.parametrize("units", ["layers", "root"])
-def test_the_fast_path_of_an_encoder_is_that_of_the_plain_one(units: str) -> None:
-    for differences in run_ranks(padded, 2, units):
-        assert max(differences) < 1e-5
+    differences = [(ours - theirs).abs().max().item() for theirs, ours in (found, trained)]
+    assert max(differences) < 1e-5

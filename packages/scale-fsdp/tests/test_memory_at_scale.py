@@ -32,9 +32,7 @@ def test_13_billion_parameters_train_on_8_ranks_of_32_gib(steps: dict[int, Books
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_every_parameter_is_sent_twice_and_every_gradient_once_in_half_precision(
-    steps: dict[int, Books], batch: int
-) -> None:
+def test_parameters_are_sent_twice_and_gradients_once(steps: dict[int, Books], batch: int) -> None:
     rows = {"embed": 7, "block": 19, "head": 5}  # of padding, so that no row is cut between two ranks: 0.04 %
     embed = (VOCABULARY + TOKENS + rows["embed"]) * WIDTH
     block = 12 * WIDTH**2 + (13 + rows["block"]) * WIDTH
@@ -45,28 +43,26 @@ def test_every_parameter_is_sent_twice_and_every_gradient_once_in_half_precision
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_block_is_gathered_once_the_block_behind_it_needs_no_more_for_its_reduction(
-    steps: dict[int, Books], batch: int
-) -> None:
+def test_a_block_is_gathered_after_the_next_one_is_reduced(steps: dict[int, Books], batch: int) -> None:
     ops = [collective.op for collective in steps[batch].collectives if collective.phase == "backward"]
     gather, reduce = "all_gather", "reduce_scatter"
     # The head checkpoints inside, so the last block is fetched at once; each other one after a recomputation.
     assert ops == [gather, gather, *[reduce, gather] * LAYERS, reduce, reduce]
 
 
-class Halves(nn.Module):
-    """A checkpointed block of two units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention, self.feed = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: self.feed(self.attention(self.norm(x)).relu()), x, use_reentrant=False)
-
-
-def test_a_unit_that_runs_last_in_a_recomputation_stays_gathered_for_its_backward() -> None:
+def test_the_last_unit_of_a_recomputation_stays_gathered() -> None:
     """Its backward comes at once. Other units of the block are released, and gathered a third time."""
+
+    class Halves(nn.Module):
+        """A checkpointed block of two units."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.attention, self.feed = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: self.feed(self.attention(self.norm(x)).relu()), x, use_reentrant=False)
+
     with simulate(rank=0, world_size=WORLD) as simulation:
         model = nn.Sequential(*(Halves() for _ in range(3)))
         for block in model:

@@ -32,7 +32,7 @@ def steps() -> dict[int, Books]:
 
 
 @pytest.mark.parametrize("batch, device_gib", [(1, 3.93), (8, 11.33)])
-def test_13_billion_parameters_train_on_one_small_device_beside_200_gib_of_host(
+def test_13_billion_parameters_train_with_200_gib_of_host(
     steps: dict[int, Books], batch: int, device_gib: float
 ) -> None:
     books = steps[batch]
@@ -101,7 +101,7 @@ def world(request: pytest.FixtureRequest) -> int:
     return size
 
 
-def test_device_and_host_hold_together_what_real_tensors_hold_in_one_memory(world: int) -> None:
+def test_device_and_host_together_hold_what_one_memory_does(world: int) -> None:
     with simulate(rank=world - 1, world_size=world, device="sim") as simulation:
         apart = train_offloaded(simulation)
     with simulate(rank=world - 1, world_size=world, fake=False) as simulation:
@@ -112,7 +112,7 @@ def test_device_and_host_hold_together_what_real_tensors_hold_in_one_memory(worl
     assert apart.sent == real.sent
 
 
-def test_what_an_optimizer_touches_is_on_the_host_and_all_else_on_the_device(world: int) -> None:
+def test_only_what_an_optimizer_touches_is_on_the_host(world: int) -> None:
     with simulate(world_size=world, device="sim") as simulation:
         held = train_offloaded(simulation)
     on_host = {

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_cases import Case, run_cases
-from state_cases import Awkward, Differences, Layout, train, two_groups
+from fsdp_cases import Case, assert_cases_train_as_plain
+from state_cases import Awkward, Layout, train, two_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from scale_check.exact import assert_equal, gather_values
 from scale_core.errors import DivergenceError
 from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state.state_dict import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
 from scale_fsdp import consolidate_local_state_dicts, full_optim_state_dict, full_state_dict, fully_shard
 from scale_fsdp.runtime.unit import units_in
@@ -43,38 +42,6 @@ PARTS = [
 
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
-
-
-def shards_of_a_mesh() -> tuple[list[int], list[tuple[Any, ...]]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
-    model = fully_shard(nn.Linear(4, 4, bias=False), mesh)
-    shard = shard_of(model.weight)
-    assert shard is not None
-    axes = [(axis.placement, axis.group.ranks) for axis in shard.axes]
-    return [shard.start, shard.stop], axes
-
-
-def parts_of_a_forward() -> list[tuple[bool, int | None]]:
-    """Whether the inner unit's full buffer is there, and how much of it stays: after its forward and its backward."""
-    model = layers()
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=2)
-    fully_shard(model, reshard_after_forward=2)
-    (buffer,) = units_in(model)[1].buffers
-    seen = []
-    for _ in range(2):
-        loss = model(torch.ones(1, 4)).sum()
-        seen.append(
-            (bool(buffer.full.untyped_storage().nbytes()), None if buffer.part is None else buffer.part.numel())
-        )
-        loss.backward()
-        seen.append(
-            (bool(buffer.full.untyped_storage().nbytes()), None if buffer.part is None else buffer.part.numel())
-        )
-    with torch.no_grad():
-        model(torch.ones(1, 4))
-    assert buffer.part is None
-    return seen
 
 
 def part_of_a_subgroup() -> list[int]:
@@ -104,47 +71,32 @@ def part_of_a_subgroup() -> list[int]:
     return list(part.ranks)
 
 
-def mesh_beside_another_rank() -> tuple[tuple[int, ...], float] | None:
-    """Four of five ranks make a mesh of their own groups, of which the fifth knows nothing."""
-    rank = dist.get_rank()
-    rows = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3), (0, 1), (2, 3))}
-    if rank == 4:
-        return None
-    if rank == 3:
-        dist.new_group([rank], use_local_synchronization=True)  # It is in more groups than the others.
-    replicas, shard = (next(rows[ranks] for ranks in line if rank in ranks) for line in PAIRS)
-    names = ("replicas", "shard")
-    mesh = DeviceMesh.from_group([replicas, shard], "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=names)
-    model = fully_shard(nn.Linear(3, 2, bias=False), mesh)
-    model(torch.full((1, 3), float(rank))).sum().backward()
-    assert model.weight.grad is not None
-    return units_in(model)[0].options.mesh_info.whole.ranks, model.weight.grad.flatten()[0].item()
-
-
 PAIRS = (((0, 2), (1, 3)), ((0, 1), (2, 3)))  # the lines along both axes of a mesh of four ranks
 
 
-def test_a_mesh_of_groups_that_have_a_part_of_the_ranks_waits_for_no_other() -> None:
-    assert run_ranks(mesh_beside_another_rank, 5) == [((0, 1, 2, 3), 1.5)] * 4 + [None]
+@pytest.mark.ranks(5)
+def test_a_mesh_of_some_ranks_waits_for_no_other_rank() -> None:
+    def mesh_beside_another_rank() -> tuple[tuple[int, ...], float] | None:
+        """Four of five ranks make a mesh of their own groups, of which the fifth knows nothing."""
+        rank = dist.get_rank()
+        rows = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 2), (1, 3), (0, 1), (2, 3))}
+        if rank == 4:
+            return None
+        if rank == 3:
+            dist.new_group([rank], use_local_synchronization=True)  # It is in more groups than the others.
+        replicas, shard = (next(rows[ranks] for ranks in line if rank in ranks) for line in PAIRS)
+        names = ("replicas", "shard")
+        mesh = DeviceMesh.from_group([replicas, shard], "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=names)
+        model = fully_shard(nn.Linear(3, 2, bias=False), mesh)
+        model(torch.full((1, 3), float(rank))).sum().backward()
+        assert model.weight.grad is not None
+        return units_in(model)[0].options.mesh_info.whole.ranks, model.weight.grad.flatten()[0].item()
+
+    assert gather_values(mesh_beside_another_rank()) == [((0, 1, 2, 3), 1.5)] * 4 + [None]
 
 
-def refusals() -> list[str]:
-    messages = []
-    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
-    for kwargs in (
-        {"reshard_after_forward": 3},
-        {"reshard_after_forward": 0},
-        {"reshard_after_forward": "yes"},
-        {"mesh": mesh},
-        {"offload_policy": True},
-    ):
-        with pytest.raises((ValueError, TypeError)) as caught:
-            fully_shard(layers(), **kwargs)
-        messages.append(str(caught.value))
-    return messages
-
-
-def copies_that_come_apart() -> tuple[str, list[int]]:
+@pytest.mark.ranks(4)
+def test_replicas_that_diverge_are_found_at_the_next_check() -> None:
     """The error on each rank, and the passes that had gone well before."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
     model = layers()
@@ -157,11 +109,7 @@ def copies_that_come_apart() -> tuple[str, list[int]]:
             passed.append(number)
             if number == 1 and dist.get_rank() == 3:
                 local_tensor(model[1].weight).data.view(-1)[0] += 1
-    return str(caught.value), passed
-
-
-def test_copies_that_come_apart_are_found_at_the_next_check_on_all_ranks() -> None:
-    results = run_ranks(copies_that_come_apart, 4)
+    results = gather_values((str(caught.value), passed))
     assert all(result == results[0] for result in results)
     text, passed = results[0]
     assert passed == [1, 2]
@@ -170,37 +118,77 @@ def test_copies_that_come_apart_are_found_at_the_next_check_on_all_ranks() -> No
     )
 
 
+@pytest.mark.ranks(4)
 def test_hybrid_sharding_equals_the_plain_model_to_the_bit() -> None:
-    assert run_ranks(run_cases, 4, HYBRID) == [[]] * 4
+    assert_cases_train_as_plain(HYBRID)
 
 
-def test_a_mesh_of_two_axes_is_cut_along_the_second_and_copied_along_the_first() -> None:
-    results = run_ranks(shards_of_a_mesh, 4)
+@pytest.mark.ranks(4)
+def test_a_mesh_is_sharded_along_its_second_axis() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh)
+    shard = shard_of(model.weight)
+    assert shard is not None
+    axes = [(axis.placement, axis.group.ranks) for axis in shard.axes]
+    results = gather_values(([shard.start, shard.stop], axes))
     assert [bounds for bounds, _ in results] == [[0, 8], [8, 16], [0, 8], [8, 16]]
     assert results[3][1] == [(Placement.SHARD, (2, 3)), (Placement.REPLICATE, (1, 3))]
 
 
-def test_what_stays_cut_between_few_ranks_trains_as_the_plain_model_to_the_bit() -> None:
-    assert run_ranks(run_cases, 4, PARTS) == [[]] * 4
+@pytest.mark.ranks(4)
+def test_partial_resharding_equals_the_plain_model_to_the_bit() -> None:
+    assert_cases_train_as_plain(PARTS)
 
 
-def test_between_forward_and_backward_a_part_of_the_full_buffer_stays() -> None:
+@pytest.mark.ranks(4)
+def test_between_forward_and_backward_a_part_stays() -> None:
+    """Whether the inner unit's full buffer is there, and how much of it stays: after its forward and its backward."""
     half = (4 * 8 + 8 + 24) // 2  # Each parameter starts at 16 bytes on each rank.
-    for seen in run_ranks(parts_of_a_forward, 4):
-        assert seen == [(False, half), (False, None)] * 2
+    model = layers()
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=2)
+    fully_shard(model, reshard_after_forward=2)
+    (buffer,) = units_in(model)[1].buffers
+    seen = []
+    for _ in range(2):
+        loss = model(torch.ones(1, 4)).sum()
+        seen.append(
+            (bool(buffer.full.untyped_storage().nbytes()), None if buffer.part is None else buffer.part.numel())
+        )
+        loss.backward()
+        seen.append(
+            (bool(buffer.full.untyped_storage().nbytes()), None if buffer.part is None else buffer.part.numel())
+        )
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert buffer.part is None
+    assert seen == [(False, half), (False, None)] * 2
 
 
+@pytest.mark.ranks(5)
 def test_ranks_that_are_in_other_groups_too_find_their_neighbors() -> None:
-    assert run_ranks(part_of_a_subgroup, 5) == [[0, 1], [0, 1], [2, 3], [2, 3], []]
+    assert gather_values(part_of_a_subgroup()) == [[0, 1], [0, 1], [2, 3], [2, 3], []]
 
 
+@pytest.mark.ranks(2)
 def test_what_does_not_divide_or_is_no_mesh_for_this_is_refused() -> None:
-    for messages in run_ranks(refusals, 2):
-        assert "2 ranks do not divide into groups of 3: take one of 1, 2, or True" in messages[0]
-        assert "groups of 0" in messages[1]
-        assert "expected a bool, a number of ranks or None, got 'yes'" in messages[2]
-        assert "got 3 dimensions ('a', 'b', 'c')" in messages[3]
-        assert "expected a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy, got True" in messages[4]
+    messages = []
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("a", "b", "c"))
+    for kwargs in (
+        {"reshard_after_forward": 3},
+        {"reshard_after_forward": 0},
+        {"reshard_after_forward": "yes"},
+        {"mesh": mesh},
+        {"offload_policy": True},
+    ):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            fully_shard(layers(), **kwargs)
+        messages.append(str(caught.value))
+    assert "2 ranks do not divide into groups of 3: take one of 1, 2, or True" in messages[0]
+    assert "groups of 0" in messages[1]
+    assert "expected a bool, a number of ranks or None, got 'yes'" in messages[2]
+    assert "got 3 dimensions ('a', 'b', 'c')" in messages[3]
+    assert "expected a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy, got True" in messages[4]
 
 
 def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,44 +197,43 @@ def test_one_of_several_ranks_without_a_process_group_is_refused(monkeypatch: py
         fully_shard(layers())
 
 
-def train_on_the_host_over_a_group_of_devices() -> list[str]:
-    found = Differences()
+@pytest.mark.ranks(2, backend="cuda:gloo")
+def test_a_model_on_the_host_needs_no_backend_for_it() -> None:
+    # "cuda:gloo" stands for NCCL alone: a group that no tensor on the host can pass.
     model, plain = Layout(wrapping="units").shard(Awkward()), Awkward()
     optimizers = [torch.optim.Adam(two_groups(each), lr=0.1) for each in (model, plain)]
     for each, optimizer in zip((model, plain), optimizers, strict=True):
         train(each, optimizer)
-    found.compare("weights", dict(model.state_dict()), dict(plain.state_dict()))
+    assert_equal(model, plain)
     state = [full_optim_state_dict(*pair, recipient_rank=None) for pair in zip((model, plain), optimizers, strict=True)]
-    found.compare("state", *state)
+    assert_equal(*state)
     norms = []
     for _ in join(range(1 + torch.distributed.get_rank())):
         model(torch.tensor([1, 2])).sum().backward()
         norms.append(model.clip_grad_norm_(1.0))
     assert len(norms) == 2 and all(0 < norm < torch.inf for norm in norms)
-    return found.found
 
 
-def test_a_model_on_the_host_needs_no_backend_for_it() -> None:
-    # "cuda:gloo" stands for NCCL alone: a group that no tensor on the host can pass.
-    wrong = run_ranks(train_on_the_host_over_a_group_of_devices, 2, backend="cuda:gloo")
-    assert wrong == [[], []]
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.ranks(2)
+def test_an_expert_of_each_rank_counts_in_norms_and_is_saved(tmp_path, flatten):
+    class Mixture(nn.Module):
+        """An expert of its own on each rank, after and before what all ranks share."""
 
+        def __init__(self, rank: int) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.dense, self.norm = nn.Linear(4, 4), nn.Linear(4, 3)
+            torch.manual_seed(1 + rank)
+            self.expert = nn.Linear(4, 4)
 
-class Mixture(nn.Module):
-    """An expert of its own on each rank, after and before what all ranks share."""
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(torch.tanh(self.expert(self.dense(x))))
 
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.dense, self.norm = nn.Linear(4, 4), nn.Linear(4, 3)
-        torch.manual_seed(1 + rank)
-        self.expert = nn.Linear(4, 4)
+    def dense_of(model: Mixture) -> list[nn.Parameter]:
+        return [*model.dense.parameters(), *model.norm.parameters()]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(torch.tanh(self.expert(self.dense(x))))
-
-
-def expert_on_each_rank(folder: str, flatten: bool) -> list[float]:
+    folder = str(tmp_path)
     rank, world = dist.get_rank(), dist.get_world_size()
     alone = [dist.new_group([r]) for r in range(world)][rank]
     plain = [Mixture(r) for r in range(world)]
@@ -312,14 +299,5 @@ def expert_on_each_rank(folder: str, flatten: bool) -> list[float]:
     dist.all_gather_object(states, model.local_state_dict())
     with pytest.raises(ValueError, match=r"'expert\.weight' is another parameter on each rank"):
         consolidate_local_state_dicts(states)
-    return norms
-
-
-def dense_of(model: Mixture) -> list[nn.Parameter]:
-    return [*model.dense.parameters(), *model.norm.parameters()]
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-def test_an_expert_of_each_rank_counts_in_every_norm_and_is_saved_beside_the_others(tmp_path, flatten):
-    first, second = run_ranks(expert_on_each_rank, 2, str(tmp_path), flatten)
+    first, second = gather_values(norms)
     assert first == second

@@ -6,10 +6,10 @@ from fsdp_cases import Net, batch, loss_of
 from gpt_at_scale import GPT, Block, Embed, Head
 from torch import nn
 
+from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.simulate import simulate
-from scale_core.testing import run_ranks
 from scale_fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
@@ -57,18 +57,6 @@ class Rotary(nn.Module):
         return x * self.weight * self.inv_freq * self.mask
 
 
-class Tied(nn.Module):
-    """The head is the embedding; each is a unit of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(7, 3), nn.Linear(3, 7)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(self.embed(x))
-
-
 def on_meta(build, *args) -> nn.Module:
     with torch.device("meta"):
         return build(*args)
@@ -78,12 +66,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2, bias=False))
 
 
-def differing(model: nn.Module, plain: nn.Module) -> list[str]:
-    ours, theirs = model.state_dict(), plain.state_dict()
-    assert ours.keys() == theirs.keys()
-    return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
-
-
 @pytest.mark.parametrize("build", [layers, lambda: nn.Sequential(nn.MultiheadAttention(4, 2), nn.LSTM(3, 4))])
 @pytest.mark.parametrize("flatten", [False, True])
 def test_modules_initialize_themselves_as_their_constructors_do(build, flatten):
@@ -91,17 +73,18 @@ def test_modules_initialize_themselves_as_their_constructors_do(build, flatten):
     plain = build()
     torch.manual_seed(3)
     model = fully_shard_modules(on_meta(build), class_policy(nn.Linear), flatten_parameters=flatten)
-    assert not differing(model, plain)
+    assert_equal(model, plain)
 
 
-def sharded_on_meta() -> list[str]:
+@pytest.mark.ranks(1, 3)
+def test_what_is_sharded_under_the_meta_device_stays_there():
     torch.manual_seed(3)
     plain = layers()
     with torch.device("meta"):
         model = layers()
         for module in (model[0], model):
             fully_shard(module)
-    wrong = [name for name, tensor in model.named_parameters() if not tensor.is_meta or shard_of(tensor) is None]
+    assert all(param.is_meta and shard_of(param) is not None for param in model.parameters())
     with pytest.raises(RuntimeError, match="meta"):
         model(torch.ones(2, 3))
     model.to_empty(device="cpu")
@@ -109,12 +92,9 @@ def sharded_on_meta() -> list[str]:
     for module in model:
         module.reset_parameters()
     model(torch.ones(2, 3)).sum().backward()
-    return wrong + [name for name in differing(model, plain) if name.endswith(("weight", "bias"))]
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_what_is_sharded_under_the_meta_device_stays_there(world):
-    assert not any(run_ranks(sharded_on_meta, world))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    states = [{name: each.state_dict()[name] for name, _ in plain.named_parameters()} for each in (model, plain)]
+    assert_equal(*states)
 
 
 def test_what_is_frozen_on_meta_stays_frozen():
@@ -124,7 +104,7 @@ def test_what_is_frozen_on_meta_stays_frozen():
     assert [param.requires_grad for param in model.parameters()] == [False, False, True, True, True]
 
 
-def test_a_function_is_called_with_each_module_that_has_something_on_meta():
+def test_init_is_called_with_each_module_on_meta():
     seen = []
 
     def init(module: nn.Module) -> None:
@@ -138,7 +118,7 @@ def test_a_function_is_called_with_each_module_that_has_something_on_meta():
     assert [param.unique().tolist() for param in model.parameters()] == [[1.0], [1.0], [2.0]]
 
 
-def test_an_init_that_assigns_parameters_is_taken_by_their_values():
+def test_values_of_parameters_that_init_assigns_are_taken():
     def init(module: nn.Module) -> None:
         module.weight = nn.Parameter(torch.full((2, 3), 4.0))
 
@@ -149,7 +129,7 @@ def test_an_init_that_assigns_parameters_is_taken_by_their_values():
 
 
 @pytest.mark.parametrize("shard", [fully_shard, lambda model: fully_shard_modules(model, class_policy(nn.Linear))])
-def test_a_module_that_cannot_initialize_itself_is_named_before_anything_changes(shard):
+def test_a_module_that_cannot_initialize_itself_is_named(shard):
     model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()))
     with pytest.raises(ValueError, match=r"'1.scale' is on the meta.*Scale has no reset_parameters.*pass init="):
         shard(model)
@@ -158,7 +138,7 @@ def test_a_module_that_cannot_initialize_itself_is_named_before_anything_changes
 
 
 @pytest.mark.parametrize("forgets", ["weight", "inv_freq", "mask"])
-def test_what_an_initialization_has_left_out_is_named_and_nothing_changes(forgets):
+def test_what_an_initialization_leaves_out_is_named(forgets):
     model = on_meta(lambda: nn.Sequential(Rotary(forgets)))
     with pytest.raises(ValueError, match=rf"'0.{forgets}' is on the meta device.*Rotary has written to it"):
         fully_shard(model)
@@ -166,13 +146,24 @@ def test_what_an_initialization_has_left_out_is_named_and_nothing_changes(forget
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_buffers_that_no_checkpoint_has_are_restored_by_their_modules_reset():
+def test_buffers_that_are_not_saved_are_restored_by_reset():
     model = fully_shard(on_meta(lambda: nn.Sequential(Rotary())))
     assert torch.equal(model(torch.ones(1, 3)), Rotary()(torch.ones(1, 3)))
 
 
 @pytest.mark.parametrize("units", [[], ["embed"], ["embed", "head"]])
-def test_tied_parameters_on_meta_stay_tied_and_the_first_module_initializes_them(units):
+def test_tied_parameters_on_meta_stay_tied(units):
+    class Tied(nn.Module):
+        """The head is the embedding; each is a unit of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(7, 3), nn.Linear(3, 7)
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            return self.head(self.embed(x))
+
     torch.manual_seed(5)
     embed = nn.Embedding(7, 3)
     torch.manual_seed(5)
@@ -227,7 +218,7 @@ def test_no_more_than_one_unit_is_whole_at_a_time():
 
 
 @pytest.mark.simulation
-def test_shards_on_the_host_are_initialized_on_the_device_one_unit_at_a_time():
+def test_shards_on_the_host_are_initialized_unit_by_unit():
     unit = (WIDTH * WIDTH + WIDTH) * 4
     with simulate(rank=1, world_size=WORLD, device="sim") as simulation:
         model = on_meta(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))))
@@ -243,7 +234,7 @@ def test_shards_on_the_host_are_initialized_on_the_device_one_unit_at_a_time():
 
 
 @pytest.mark.simulation
-def test_13_billion_parameters_are_built_in_an_eighth_and_a_block():
+def test_13_billion_parameters_need_an_eighth_and_a_block():
     with simulate(rank=3, world_size=8) as simulation:
         model = on_meta(GPT)
         fully_shard_modules(model, class_policy(Block, Embed, Head))
@@ -253,33 +244,32 @@ def test_13_billion_parameters_are_built_in_an_eighth_and_a_block():
     assert simulation.peak_bytes <= 1.001 * shards + largest, simulation.report()
 
 
-def trained(model: nn.Module, rank: int) -> dict:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(2):
-        loss_of(model(batch("gpt", step, rank))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.state_dict()
+@pytest.mark.ranks(2, 3)
+def test_all_ranks_begin_with_the_weights_of_rank_0():
+    def shard_blocks(model: nn.Module, **kwargs) -> nn.Module:
+        for block in model.blocks:
+            fully_shard(block, **kwargs)
+        return fully_shard(model, **kwargs)
 
+    def trained(model: nn.Module, rank: int) -> dict:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(2):
+            loss_of(model(batch("gpt", step, rank))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
 
-def shard_blocks(model: nn.Module, **kwargs) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
-
-
-def different_seeds() -> list[str]:
-    rank, wrong = group_of().rank, []
+    rank = group_of().rank
     torch.manual_seed(rank)
     model = shard_blocks(on_meta(Net))
     start = model.state_dict()
     torch.manual_seed(0)
     rank_0s = shard_blocks(on_meta(Net), sync_module_states=False)  # All ranks with rank 0's seed.
-    wrong += [f"start: {name}" for name, tensor in rank_0s.state_dict().items() if not torch.equal(tensor, start[name])]
+    assert_equal(rank_0s, start, "start")
     real = Net()
     real.load_state_dict(start)
     expected = trained(shard_blocks(real), rank)
-    wrong += [f"end: {n}" for n, tensor in trained(model, rank).items() if not torch.equal(tensor, expected[n])]
+    assert_equal(trained(model, rank), expected, "end")
     if rank:
         torch.manual_seed(9)
         mixed = shard_blocks(on_meta(Net))
@@ -287,28 +277,19 @@ def different_seeds() -> list[str]:
         plain = Net()
         plain.load_state_dict(start)
         mixed = shard_blocks(plain)
-    wrong += [f"rank 0's: {n}" for n, tensor in mixed.state_dict().items() if not torch.equal(tensor, start[n])]
+    assert_equal(mixed, start, "rank 0's")
     scales = fully_shard(on_meta(Scale) if rank else Scale())  # Only rank 0 could make them, and does.
-    wrong += [] if torch.equal(scales.state_dict()["scale"], torch.ones(3)) else ["values of rank 0 alone"]
-    return wrong
+    assert torch.equal(scales.state_dict()["scale"], torch.ones(3)), "values of rank 0 alone"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_all_ranks_begin_with_what_rank_0_has_made_and_train_as_if_it_had_been_built_whole(world):
-    assert not any(run_ranks(different_seeds, world))
-
-
-def one_cannot() -> list[str]:
+@pytest.mark.ranks(2)
+def test_where_one_rank_cannot_initialize_all_of_them_say_so():
     rank, messages = group_of().rank, []
     for build in (lambda: on_meta(Scale) if rank == 0 else Scale(), lambda: on_meta(Scale)):
         with pytest.raises(ValueError, match="meta") as caught:
             fully_shard(build())
         messages.append(str(caught.value))
-    return messages
-
-
-def test_where_one_rank_cannot_initialize_all_of_them_say_so():
-    (own, both_0), (others, both_1) = run_ranks(one_cannot, 2)
+    (own, both_0), (others, both_1) = gather_values(messages)
     assert own.startswith("'scale' is on the meta device")
     assert others.startswith("rank 0 has a parameter or buffer on the meta device that nothing initializes")
     assert both_0 == both_1 == own

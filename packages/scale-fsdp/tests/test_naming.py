@@ -25,7 +25,7 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 
 
 @each_layout
-def test_parameters_stand_under_the_plain_names_in_the_plain_order(layout: Layout) -> None:
+def test_parameters_have_the_plain_names_in_the_plain_order(layout: Layout) -> None:
     plain = Awkward()
     model = layout.shard(Awkward())
     assert list(param_locations(model)) == [name for name, _ in plain.named_parameters()]
@@ -53,7 +53,7 @@ def test_a_place_knows_the_parameter_s_elements(layout: Layout) -> None:
 
 
 @each_layout
-def test_what_an_optimizer_steps_on_comes_in_its_order_with_all_that_it_holds(layout: Layout) -> None:
+def test_slices_come_in_the_order_of_the_optimizer(layout: Layout) -> None:
     plain = Awkward()
     model = layout.shard(Awkward())
     holdings = slices_in(model)
@@ -64,7 +64,7 @@ def test_what_an_optimizer_steps_on_comes_in_its_order_with_all_that_it_holds(la
     assert all(holding.shares_owner == layout.flatten for each in holdings.values() for holding in each)
 
 
-def test_names_are_those_of_the_state_dict_also_in_a_plain_parent_and_a_wrapper() -> None:
+def test_names_are_those_of_the_state_dict_in_any_parent() -> None:
     parent = nn.ModuleDict({"model": FullyShardedDataParallel(nn.Linear(3, 2)), "other": nn.Linear(2, 2)})
     assert list(param_locations(parent)) == ["model.weight", "model.bias"]
     names = [holding.name for each in slices_in(parent).values() for holding in each]

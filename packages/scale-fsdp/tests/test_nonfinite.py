@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_cases import differing_weights
 from torch import Tensor, nn
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.simulate import simulate
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, StepError, fully_shard
 
 WIDTH = 4
@@ -88,32 +87,33 @@ WORDS = {
 }
 
 
-def aborted_together(cases: list[tuple[str, int, int, int]]) -> list[str]:
-    """Rank 1 computes something that is not finite; both raise, and train on beside a model that never met it."""
-    for where, failing_step, num_micro, at_micro in cases:
-        model, beside = sharded(error_if_nonfinite=True), sharded()
-        optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, beside)]
-        for step in range(failing_step + 2):
-            for each, optimizer in zip((model, beside), optimizers, strict=True):
-                if step != failing_step:
-                    train(each, step, num_micro, None)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                elif each is model:
-                    mine = group_of().rank == 1
-                    with pytest.raises(FloatingPointError if mine else StepError) as caught:
-                        train(each, step, num_micro, (at_micro, where) if mine else None)
-                    text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
-                    assert WORDS[where] in text and "because rank 1 failed" in text, text
-                    assert all(param.grad is None for param in each.parameters())
-                    each.zero_grad()  # What waits from the micro-batches before.
-        wrong = differing_weights(model, beside)
-        if wrong:
-            return [f"{where} {failing_step} {num_micro} {at_micro}: {line}" for line in wrong]
-    return []
+@pytest.mark.fault(71)
+@pytest.mark.parametrize(("at_step", "num_micro", "at_micro"), [(0, 1, 0), (2, 1, 0), (0, 2, 0), (2, 2, 0), (2, 2, 1)])
+@pytest.mark.parametrize("where", WORDS)
+@pytest.mark.ranks(2)
+def test_all_ranks_abort_the_step_and_one_says_where(where: str, at_step: int, num_micro: int, at_micro: int) -> None:
+    """Rank 1 computes something that is not finite; both raise, and train on as a model that never met it."""
+    model, beside = sharded(error_if_nonfinite=True), sharded()
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, beside)]
+    for step in range(at_step + 2):
+        for each, optimizer in zip((model, beside), optimizers, strict=True):
+            if step != at_step:
+                train(each, step, num_micro, None)
+                optimizer.step()
+                optimizer.zero_grad()
+            elif each is model:
+                mine = group_of().rank == 1
+                with pytest.raises(FloatingPointError if mine else StepError) as caught:
+                    train(each, step, num_micro, (at_micro, where) if mine else None)
+                text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+                assert WORDS[where] in text and "because rank 1 failed" in text, text
+                assert all(param.grad is None for param in each.parameters())
+                each.zero_grad()  # What waits from the micro-batches before.
+    assert_equal(model, beside)
 
 
-def what_waited_is_kept() -> None:
+@pytest.mark.ranks(2)
+def test_what_waited_under_no_sync_is_kept_in_the_first_step_too() -> None:
     """In the first step all are told at once where all is compared, and in the end where it is not any more."""
     for spoilt in (1, 2):
         model, beside = sharded(error_if_nonfinite=True), sharded()
@@ -129,17 +129,6 @@ def what_waited_is_kept() -> None:
             each(data(1)).square().mean().backward()
         for param, expected in zip(model.parameters(), beside.parameters(), strict=True):
             assert param.grad is not None and expected.grad is not None and torch.equal(param.grad, expected.grad)
-
-
-@pytest.mark.fault(71)
-def test_all_ranks_abort_the_step_and_the_one_whose_it_was_says_where() -> None:
-    cases = [(where, step, 1, 0) for where in WORDS for step in (0, 2)]
-    cases += [(where, step, 2, micro) for where in WORDS for step, micro in ((0, 0), (2, 0), (2, 1))]
-    assert run_ranks(aborted_together, 2, cases) == [[], []]
-
-
-def test_what_waited_under_no_sync_is_kept_in_the_first_step_too() -> None:
-    run_ranks(what_waited_is_kept, 2)
 
 
 @contextmanager

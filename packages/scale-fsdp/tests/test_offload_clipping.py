@@ -50,7 +50,7 @@ CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
 }
 
 
-def test_gradients_that_are_gone_are_forgotten_and_new_ones_measured_anew() -> None:
+def test_gradients_that_are_gone_are_forgotten() -> None:
     mine, clipping = params(), DeferredClipping()
     clipping.measure(mine, 0.1, 2.0)
     for param in mine:

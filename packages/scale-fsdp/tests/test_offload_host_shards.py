@@ -129,9 +129,7 @@ WRITERS: tuple[Callable[[nn.Module], None], ...] = (
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_what_writes_to_shards_waits_for_copies_that_a_pass_has_left(
-    write: Callable[[nn.Module], None], late: Late
-) -> None:
+def test_writes_to_shards_wait_for_copies_of_a_pass(write: Callable[[nn.Module], None], late: Late) -> None:
     model = sharded()
     run(model)  # With gradients, so that no end of a pass has waited.
     assert late.under_way, "the copies are under way"

@@ -104,7 +104,7 @@ def test_a_forward_does_not_wait_for_the_shards_of_its_units(dtype: torch.dtype)
     assert torch.equal(output, expected)
 
 
-def test_gradients_that_alone_go_to_the_host_go_beside_the_computation() -> None:
+def test_gradients_go_to_the_host_beside_the_computation() -> None:
     plain = layers().cuda()
     model, device = (
         sharded(plain, shard_for_wrapper, move_grads_to_cpu=True),
@@ -133,9 +133,7 @@ def test_gradients_that_alone_go_to_the_host_go_beside_the_computation() -> None
 
 
 @pytest.mark.parametrize("overlap_step", [False, True])
-def test_gradients_of_shards_are_on_their_way_before_the_pass_is_over(
-    overlap_step: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_shards_are_copied_during_the_pass(overlap_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = layers(6).cuda()
     model, twin = sharded(plain), sharded(plain)
     monkeypatch.setattr(scale_fsdp.offload.backward, "CHUNK_ELEMENTS", 1)

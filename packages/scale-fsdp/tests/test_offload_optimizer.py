@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from scale_check.exact import assert_equal
 from scale_core import compat
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
@@ -49,7 +50,7 @@ def plain_adam(model: nn.Module) -> Optimizer:
 
 
 @pytest.mark.parametrize("name", cases.ELEMENTWISE)
-def test_every_elementwise_optimizer_trains_as_without_offload_to_the_bit(name: str, overlap_copies: bool) -> None:
+def test_elementwise_optimizers_train_as_without_offload(name: str, overlap_copies: bool) -> None:
     kind, settings = cases.ELEMENTWISE[name]
     for fraction in (0.0, 0.37, 1.0):
         cases.assert_trains_alike(
@@ -74,7 +75,7 @@ def test_the_fraction_is_met_by_cutting_one_parameter(fraction: float) -> None:
         assert all(part.stop % 64 == 0 for part in cut) or not within
 
 
-def test_the_state_stands_where_it_belongs_and_takes_what_it_should() -> None:
+def test_the_state_is_placed_and_takes_what_it_should() -> None:
     model = cases.network()
     optimizer = offloaded(model, 0.5, fused=False)
     assert optimizer.placement() == (6882, 6881, 0, 0)
@@ -114,7 +115,7 @@ def drop_some(params: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     "change", [clip_in_place, change_without_a_version, negate_without_a_version, replace, drop_some]
 )
-def test_gradients_that_change_after_the_backward_are_seen_as_they_are(
+def test_gradients_that_change_after_the_backward_are_seen(
     change: Callable[[list[Tensor]], None], overlap_copies: bool
 ) -> None:
     def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
@@ -129,7 +130,7 @@ def test_gradients_that_change_after_the_backward_are_seen_as_they_are(
     )
 
 
-def test_clipping_by_the_optimizer_is_scale_core_s_clipping_to_the_bit(overlap_copies: bool) -> None:
+def test_clipping_by_the_optimizer_is_that_of_scale_core(overlap_copies: bool) -> None:
     for max_norm in (0.05, 1e6):
         mine, theirs = cases.twins()
         ours, other = offloaded(mine, overlap_copies=overlap_copies, **FUSED_ADAM), plain_adam(theirs)
@@ -142,8 +143,8 @@ def test_clipping_by_the_optimizer_is_scale_core_s_clipping_to_the_bit(overlap_c
                     assert torch.equal(norm, clip_grad_norm_(model.parameters(), max_norm))
                 optimizer.step()
                 optimizer.zero_grad()
-        cases.assert_same_weights(mine, theirs)
-        cases.assert_same_state(ours, other)
+        assert_equal(mine, theirs)
+        assert_equal(ours, other)
 
 
 def test_clipping_twice_clips_what_was_clipped() -> None:
@@ -160,7 +161,7 @@ def test_clipping_twice_clips_what_was_clipped() -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_gradients_that_change_after_they_were_clipped_are_an_error() -> None:
+def test_gradients_that_change_after_clipping_are_an_error() -> None:
     model = cases.network()
     optimizer = offloaded(model)
     before = [param.detach().clone() for param in model.parameters()]
@@ -319,11 +320,11 @@ def test_the_state_goes_into_the_plain_optimizer_and_back(name: str, overlap_cop
         optimizer = make()
         optimizer.load_state_dict(torch.load(file))
     cases.train(model, optimizer, [5])
-    cases.assert_same_weights(model, twin)
-    cases.assert_same_state(optimizer, reference)
+    assert_equal(model, twin)
+    assert_equal(optimizer, reference)
 
 
-def test_a_state_of_another_class_of_the_family_is_read_as_the_plain_optimizer_reads_it() -> None:
+def test_a_state_of_a_related_class_is_read_as_plainly() -> None:
     model, twin = cases.twins()
     saved = {}
     for each in (model, twin):
@@ -335,11 +336,11 @@ def test_a_state_of_another_class_of_the_family_is_read_as_the_plain_optimizer_r
     for each, its in ((model, optimizer), (twin, other)):
         its.load_state_dict(copy.deepcopy(saved))
         cases.train(each, its, [1])
-    cases.assert_same_weights(model, twin)
-    cases.assert_same_state(optimizer, other)
+    assert_equal(model, twin)
+    assert_equal(optimizer, other)
 
 
-def test_a_state_of_other_groups_is_refused_before_anything_changes() -> None:
+def test_a_state_of_other_groups_is_refused() -> None:
     model = cases.network()
     optimizer = offloaded(model)
     cases.train(model, optimizer)
@@ -350,7 +351,7 @@ def test_a_state_of_other_groups_is_refused_before_anything_changes() -> None:
     assert str(optimizer.state_dict()) == str(before)
 
 
-def test_the_state_of_a_parameter_can_be_read_assigned_and_cleared() -> None:
+def test_the_state_of_a_parameter_is_read_assigned_and_cleared() -> None:
     model, twin = cases.twins()
     optimizer, other = offloaded(model, 0.6), plain_adam(twin)
     weight = next(model.parameters())
@@ -367,7 +368,7 @@ def test_the_state_of_a_parameter_can_be_read_assigned_and_cleared() -> None:
     optimizer.state[weight] = state
     for each, its in ((model, optimizer), (twin, other)):
         cases.train(each, its, [7])
-    cases.assert_same_weights(model, twin)
+    assert_equal(model, twin)
     del optimizer.state[weight]
     assert weight not in optimizer.state
     with pytest.raises(KeyError):
@@ -376,8 +377,8 @@ def test_the_state_of_a_parameter_can_be_read_assigned_and_cleared() -> None:
     other.state.clear()
     for each, its in ((model, optimizer), (twin, other)):
         cases.train(each, its, [8])
-    cases.assert_same_weights(model, twin)
-    cases.assert_same_state(optimizer, other)
+    assert_equal(model, twin)
+    assert_equal(optimizer, other)
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
@@ -389,8 +390,8 @@ def test_a_copy_goes_on_by_itself(how: Callable[[Any], Any]) -> None:
     assert other.placement() == optimizer.placement()
     for each, its in ((model, optimizer), (twin, other)):
         cases.train(each, its, range(4, 7))
-    cases.assert_same_weights(model, twin)
-    cases.assert_same_state(optimizer, other)
+    assert_equal(model, twin)
+    assert_equal(optimizer, other)
 
 
 def test_new_values_are_cast_to_where_they_are_computed_with(overlap_copies: bool) -> None:
@@ -449,16 +450,15 @@ class Odd(nn.Module):
         return y + (self.long * self.long).sum() + (self.image * self.frozen.sum()).cos().sum()
 
 
-def odd_step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
-    if number == 2:
-        model.get_parameter("frozen").requires_grad_(True)
-    model(torch.linspace(0, number + 1, 30)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("overlap_step", [False, True])
 def test_parameters_of_all_kinds_are_stepped_on(overlap_step: bool, overlap_copies: bool) -> None:
+    def odd_step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
+        if number == 2:
+            model.get_parameter("frozen").requires_grad_(True)
+        model(torch.linspace(0, number + 1, 30)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
     for fused in (True, False):
         for fraction in (0.3, 0.5, 1.0):
             model = Odd()
@@ -475,11 +475,11 @@ def test_parameters_of_all_kinds_are_stepped_on(overlap_step: bool, overlap_copi
             for number in range(4):
                 odd_step(model, optimizer, number)
                 odd_step(twin, other, number)
-            cases.assert_same_weights(model, twin)
-            cases.assert_same_state(optimizer, other)
+            assert_equal(model, twin)
+            assert_equal(optimizer, other)
 
 
-def test_parameters_with_gaps_and_gradients_of_other_strides_are_read_as_they_are(overlap_copies: bool) -> None:
+def test_parameters_with_gaps_and_strided_gradients_are_read(overlap_copies: bool) -> None:
     """torch's own fused kernels go through memory as if there were neither."""
     for kind in (torch.optim.Adam, torch.optim.SGD):
         params = []
@@ -516,8 +516,8 @@ def test_every_dtype_keeps_its_numbers(dtype: torch.dtype, overlap_copies: bool)
                 ramp = torch.arange(param.numel()).view(param.shape) / 100
                 param.grad = (torch.full_like(param, 0.5 + number) + ramp).to(dtype)
             its.step()
-    cases.assert_same_weights(model, twin)
-    cases.assert_same_state(optimizer, other)
+    assert_equal(model, twin)
+    assert_equal(optimizer, other)
 
 
 def test_a_learning_rate_may_be_a_tensor() -> None:
@@ -529,21 +529,21 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
         for model, optimizer, rate in ((mine, ours, rates[0]), (theirs, other, rates[1])):
             cases.train(model, optimizer, [number])
             rate.mul_(0.5)
-    cases.assert_same_weights(mine, theirs)
+    assert_equal(mine, theirs)
 
 
-def test_without_a_word_of_the_user_the_host_uses_the_fused_kernel_and_the_device_what_torch_takes() -> None:
+def test_by_default_only_the_host_uses_the_fused_kernel() -> None:
     mine, theirs = cases.twins()
     ours, other = offloaded(mine, 1.0, lr=0.01), torch.optim.Adam(theirs.parameters(), lr=0.01, fused=True)
     for model, optimizer in ((mine, ours), (theirs, other)):
         cases.train(model, optimizer)
-    cases.assert_same_weights(mine, theirs)
+    assert_equal(mine, theirs)
     assert ours.param_groups[0]["fused"] is None
     mine, theirs = cases.twins()
     ours, other = offloaded(mine, 0.0, lr=0.01), torch.optim.Adam(theirs.parameters(), lr=0.01)
     for model, optimizer in ((mine, ours), (theirs, other)):
         cases.train(model, optimizer)
-    cases.assert_same_weights(mine, theirs)
+    assert_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("name", [name for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)])
@@ -616,7 +616,7 @@ def test_an_optimizer_that_is_gone_leaves_no_hooks(monkeypatch: pytest.MonkeyPat
         gc.collect()
         assert not weight._post_accumulate_grad_hooks
     cases.loss_of(model, 0).backward()
-    cases.assert_same_weights(model, twin)
+    assert_equal(model, twin)
 
 
 def test_copies_that_clipping_makes_useless_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -697,7 +697,7 @@ def test_sparse_gradients_are_refused_where_they_would_be_copied() -> None:
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("overlap_step, overlap_copies", [(False, True), (False, False), (True, False)])
-def test_a_simulation_shows_what_stands_on_the_host_and_what_on_the_device(
+def test_a_simulation_shows_what_is_on_host_and_device(
     overlap_step: bool, overlap_copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, layers = 256, 8

@@ -135,7 +135,7 @@ def test_whole_parameters_come_as_near_as_the_next_one_allows() -> None:
         assert abs(left) <= max(sizes) / 2 or 0 < left < max(sizes)
 
 
-def test_the_last_parameters_go_first_and_the_cut_one_keeps_its_end_on_the_device() -> None:
+def test_the_last_parameters_go_to_the_host_first() -> None:
     assert host_counts([10, 20, 30], 45, [1, 1, 1]) == [0, 15, 30]
     assert host_counts([10, 20, 30], 60, [1, 1, 1]) == [10, 20, 30]
     assert host_counts([10, 20, 30], 0, [1, 1, 1]) == [0, 0, 0]
@@ -151,10 +151,6 @@ def test_ranges_cover_everything_once() -> None:
     assert chunk_ranges(0, 4) == [(0, 0)]
 
 
-class Own(optim.SGD):
-    """A class that nobody knows."""
-
-
 def test_the_table_says_how_to_divide() -> None:
     assert resolve_split(optim.AdamW, None) == "element" and resolve_split(optim.AdamW, "parameter") == "parameter"
     for kind in PER_PARAMETER:
@@ -164,6 +160,9 @@ def test_the_table_says_how_to_divide() -> None:
 
 
 def test_a_class_that_is_not_known_needs_a_word_from_the_user() -> None:
+    class Own(optim.SGD):
+        """A class that nobody knows."""
+
     with pytest.raises(ValueError, match=r'Own updates each element by itself is not known.*split="element"'):
         resolve_split(Own, None)
     assert resolve_split(Own, "element") == "element"

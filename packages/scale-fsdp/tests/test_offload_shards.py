@@ -15,7 +15,6 @@ from scale_core.comm.group import group_of
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
-from scale_core.testing import run_ranks
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, fully_shard
 from scale_fsdp.offload.backward import ConsumedGradient
 
@@ -54,7 +53,8 @@ def assert_alike(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(mine, theirs)
 
 
-def steps_as_without_offload() -> None:
+@pytest.mark.ranks(0, 2)
+def test_it_steps_on_shards_as_without_offload() -> None:
     for flatten in (False, True):
         for fraction in (0.4, 1.0):
             for overlap_step in (False, True):
@@ -69,7 +69,8 @@ def steps_as_without_offload() -> None:
                 assert_alike(mine, theirs)
 
 
-def clips_and_scales_over_all_ranks() -> None:
+@pytest.mark.ranks(0, 2)
+def test_it_clips_and_scales_over_all_ranks() -> None:
     mine, theirs = sharded(), sharded()
     ours, other = offloaded(mine, True, host_fraction=0.5), adam(theirs, True)
     scalers = [ShardedGradScaler(init_scale=64.0), ShardedGradScaler(init_scale=64.0)]
@@ -90,7 +91,8 @@ def clips_and_scales_over_all_ranks() -> None:
     assert_alike(mine, theirs)
 
 
-def clips_in_half_precision() -> None:
+@pytest.mark.ranks(0, 2)
+def test_it_clips_in_half_precision() -> None:
     mine, theirs = (fully_shard(model().bfloat16()) for _ in range(2))
     ours, other = offloaded(mine, True, host_fraction=0.5), adam(theirs, True)
     for step in range(STEPS):
@@ -104,7 +106,8 @@ def clips_in_half_precision() -> None:
         assert_alike(mine, theirs)
 
 
-def works_beside_shards_that_are_on_the_host() -> None:
+@pytest.mark.ranks(0, 2)
+def test_it_steps_on_shards_that_are_on_the_host() -> None:
     """ "cpu:0" is the host under another name, so that shards and gradients move; computed with in bf16."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for overlap_step in (False, True):
@@ -121,7 +124,8 @@ def works_beside_shards_that_are_on_the_host() -> None:
         assert_alike(mine, theirs)
 
 
-def is_updated_when_its_reduction_is_reported() -> None:
+@pytest.mark.ranks(0, 2)
+def test_a_shard_is_updated_when_its_reduction_is_reported() -> None:
     """The engine tells when reductions have ended: the update has been made when the backward pass returns."""
     mine, theirs = sharded(), sharded()
     ours, other = offloaded(mine, True, host_fraction=0.5, overlap_step=True), adam(theirs, True)
@@ -136,7 +140,8 @@ def is_updated_when_its_reduction_is_reported() -> None:
         assert_alike(mine, theirs)
 
 
-def keeps_its_state_by_name() -> None:
+@pytest.mark.ranks(0, 2)
+def test_the_state_of_shards_is_kept_by_name() -> None:
     mine, theirs = sharded(), sharded()
     ours, other = offloaded(mine, False, host_fraction=0.5), adam(theirs, False)
     for step in range(2):
@@ -160,8 +165,12 @@ def keeps_its_state_by_name() -> None:
     assert_alike(again, theirs)
 
 
-def is_one_with_data_parallel_or_says_why_not() -> None:
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.ranks(2)
+def test_under_ddp_gradients_are_those_of_all_ranks(away: bool) -> None:
     """DDP reduces gradients after autograd has told of them: early copies are seen to be none."""
+    if away:
+        cases.let_parameters_be_away(pytest.MonkeyPatch())  # For the rest of the rank's life.
     mine, theirs = DistributedDataParallel(model()), DistributedDataParallel(model())
     ours, other = offloaded(mine, True, host_fraction=0.5), adam(theirs, True)
     for step in range(STEPS):
@@ -174,31 +183,3 @@ def is_one_with_data_parallel_or_says_why_not() -> None:
     with pytest.raises(RuntimeError, match="was used for its update during the backward pass"):
         backward(mine, 0)
     del overlapped
-
-
-def as_if_parameters_were_away() -> None:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        cases.let_parameters_be_away(monkeypatch)
-        is_one_with_data_parallel_or_says_why_not()
-
-
-def everything() -> None:
-    steps_as_without_offload()
-    clips_and_scales_over_all_ranks()
-    clips_in_half_precision()
-    works_beside_shards_that_are_on_the_host()
-    is_updated_when_its_reduction_is_reported()
-    keeps_its_state_by_name()
-
-
-def test_on_the_shards_of_two_ranks_it_is_the_plain_optimizer() -> None:
-    run_ranks(everything, 2)
-
-
-def test_beside_data_parallel_gradients_are_those_of_all_ranks() -> None:
-    run_ranks(is_one_with_data_parallel_or_says_why_not, 2)
-    run_ranks(as_if_parameters_were_away, 2)
-
-
-def test_so_it_is_in_a_world_of_one() -> None:
-    everything()

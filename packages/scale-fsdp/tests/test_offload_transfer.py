@@ -130,7 +130,7 @@ def test_a_negated_gradient_whose_sum_is_0_is_detected(grad: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_a_copy_of_a_complex_gradient_is_one_until_either_part_changes(dtype: torch.dtype) -> None:
+def test_a_copy_of_a_complex_gradient_sees_either_part_change(dtype: torch.dtype) -> None:
     copies = []
     for change in (0, 1e-3, 1e-3j):
         grad = torch.arange(1.0, 6).to(dtype) * (1 - 2j)

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_beside import Beside, noise, sharded
+from fsdp_parity import assert_trains_as_plain, noise, sharded
 from torch import Tensor, nn
 
 from scale_core.shard import full_shape
-from scale_core.testing import run_ranks
 
 STEPS = 3
 Params = Iterable[nn.Parameter]
@@ -67,24 +66,39 @@ def step(model: nn.Module, rank: int, number: int) -> Iterable[Tensor]:
     yield model(noise(4, 5, seed=100 * number + rank)).square().mean()
 
 
-def makers() -> list[Callable[[Params], torch.optim.Optimizer]]:
-    made = []
-    for name, settings in ELEMENTWISE.items():
-        for kwargs, foreach in itertools.product(settings, (False, True)):
+def test_each_optimizer_is_elementwise_or_refused() -> None:
+    def every_optimizer() -> list[str]:
+        """The public optimizers of this torch."""
+        return sorted(
+            name
+            for name, cls in vars(torch.optim).items()
+            if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+        )
 
-            def make(params: Params, name: str = name, kwargs: Any = kwargs, foreach: bool = foreach) -> Any:
-                return class_named(name)(params, foreach=foreach, **kwargs)
-
-            make.__name__ = f"{name}({kwargs}, foreach={foreach})"
-            made.append(make)
-    return made
-
-
-def train_unfused() -> list[str]:
-    return Beside(Model(), ["inward", ""], step, steps=STEPS, both=makers()).differences()
+    assert set(every_optimizer()) <= {*ELEMENTWISE, *REFUSED}
 
 
-def train_fused() -> None:
+@pytest.mark.composition("scale-fsdp", "torch.optim")
+@pytest.mark.ranks(1, 2, 3)
+def test_elementwise_optimizers_train_as_the_plain_model() -> None:
+    def makers() -> list[Callable[[Params], torch.optim.Optimizer]]:
+        made = []
+        for name, settings in ELEMENTWISE.items():
+            for kwargs, foreach in itertools.product(settings, (False, True)):
+
+                def make(params: Params, name: str = name, kwargs: Any = kwargs, foreach: bool = foreach) -> Any:
+                    return class_named(name)(params, foreach=foreach, **kwargs)
+
+                make.__name__ = f"{name}({kwargs}, foreach={foreach})"
+                made.append(make)
+        return made
+
+    assert_trains_as_plain(Model(), ["inward", ""], step, steps=STEPS, optimizers=makers())
+
+
+@pytest.mark.ranks(2, 4)
+def test_fused_optimizers_train_the_weights_of_the_plain_model() -> None:
+    """The kernel takes a tensor in vectors and its rest one by one, which round differently; a shard ends elsewhere."""
     for name, kwargs in FUSED.items():
         plain = Model().double()
         model = sharded(plain, ["inward", ""])
@@ -98,63 +112,35 @@ def train_fused() -> None:
         torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-10, atol=1e-10)
 
 
-def every_optimizer() -> list[str]:
-    """The public optimizers of this torch."""
-    return sorted(
-        name
-        for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-    )
-
-
-def test_each_optimizer_of_torch_is_either_elementwise_or_refused() -> None:
-    assert set(every_optimizer()) <= {*ELEMENTWISE, *REFUSED}
-
-
-@pytest.mark.composition("scale-fsdp", "torch.optim")
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_elementwise_optimizers_train_the_weights_of_the_plain_model(world: int) -> None:
-    assert not any(run_ranks(train_unfused, world))
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_fused_optimizers_train_the_weights_of_the_plain_model(world: int) -> None:
-    """The kernel takes a tensor in vectors and its rest one by one, which round differently; a shard ends elsewhere."""
-    run_ranks(train_fused, world)
-
-
 def make_refused(name: str, params: Params) -> torch.optim.Optimizer:
     chosen = [param for param in params if param.numel() and (name != "Muon" or len(full_shape(param)) == 2)]
     return class_named(name)(chosen, lr=0.01)
 
 
-def refuse(name: str, kwargs: dict[str, Any]) -> str:
-    """The error of the first step; after it the model trains on with another optimizer, from what it was before."""
-    plain = matrices()
-    model = sharded(plain, ["0", ""], **kwargs)
-    optimizer = make_refused(name, model.parameters())
-    model(noise(3, 4)).square().mean().backward()
-    with pytest.raises(RuntimeError) as caught:
-        optimizer.step(lambda: torch.zeros(()))
-    weights = model.state_dict()
-    assert all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())
-    torch.optim.SGD(model.parameters(), lr=0.01).step()
-    return str(caught.value)
+@pytest.mark.ranks(2)
+def test_optimizers_that_need_full_tensors_are_refused() -> None:
+    def refuse(name: str, kwargs: dict[str, Any]) -> str:
+        """The error of the first step; after it the model trains on with another optimizer, from what it was before."""
+        plain = matrices()
+        model = sharded(plain, ["0", ""], **kwargs)
+        optimizer = make_refused(name, model.parameters())
+        model(noise(3, 4)).square().mean().backward()
+        with pytest.raises(RuntimeError) as caught:
+            optimizer.step(lambda: torch.zeros(()))
+        weights = model.state_dict()
+        assert all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())
+        torch.optim.SGD(model.parameters(), lr=0.01).step()
+        return str(caught.value)
+
+    muon, lbfgs, sparse = [refuse(name, {}) for name in (MUON, "LBFGS", "SparseAdam")]
+    assert re.match(rf"{MUON}\.step\(\): \w+ of '\d.weight' \[.*OSS\(model.parameters\(\), optim=", muon)
+    assert re.match(r"LBFGS\.step\(\): cat of '\d\.\w+'", lbfgs)
+    assert "SparseAdam.step(): it takes sparse gradients, and those of shards are dense" in sparse
 
 
-def refuse_all() -> list[str]:
-    return [refuse(name, {}) for name in (MUON, "LBFGS", "SparseAdam")]
-
-
-def test_optimizers_that_need_more_than_a_piece_are_refused_by_name() -> None:
-    for muon, lbfgs, sparse in run_ranks(refuse_all, 2):
-        assert re.match(rf"{MUON}\.step\(\): \w+ of '\d.weight' \[.*OSS\(model.parameters\(\), optim=", muon)
-        assert re.match(r"LBFGS\.step\(\): cat of '\d\.\w+'", lbfgs)
-        assert "SparseAdam.step(): it takes sparse gradients, and those of shards are dense" in sparse
-
-
-def train_by_reductions() -> list[float]:
-    """How far Adafactor, which divides by means of rows and columns, is from the plain model after three steps."""
+@pytest.mark.ranks(2)
+def test_adafactor_trains_as_on_the_plain_model() -> None:
+    """It divides by means of rows and columns."""
     plain = matrices().double()
     model = sharded(plain, ["0", ""])
     optimizers = [make_refused("Adafactor", each.parameters()) for each in (model, plain)]
@@ -164,12 +150,7 @@ def train_by_reductions() -> list[float]:
             each(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    weights = model.state_dict()
-    return [(weights[name] - value).abs().max().item() for name, value in plain.state_dict().items()]
-
-
-def test_adafactor_trains_as_on_the_plain_model() -> None:
-    assert all(distance < 1e-10 for distances in run_ranks(train_by_reductions, 2) for distance in distances)
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0.0, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -9,20 +9,18 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from fsdp_beside import noise
-from fsdp_cases import differing_weights
+from fsdp_parity import noise
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from scale_check.exact import assert_equal
 from scale_core import full_numel, full_shape, num_parameters
 from scale_core.errors import ShardedTensorError
-from scale_core.testing import run_ranks
 from scale_fsdp import describe, fully_shard
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "fsdp-errors.md"
@@ -53,10 +51,28 @@ class Pair:
                 optimizer.zero_grad()
 
     def check(self) -> None:
-        assert not differing_weights(self.model, self.plain)
+        assert_equal(self.model, self.plain)
 
 
-def counts(pair: Pair) -> None:
+ROWS: list[str] = []
+BOTH_FORMS = pytest.mark.parametrize("flat", [False, True], ids=["by parameter", "flat"])
+
+
+def line(written: str, outcome: str, full: str) -> Callable[[Any], Any]:
+    """Says which row of the table a test shows: the line, what it does, and the line for full parameters."""
+    ROWS.append(f"| {written} | {outcome} | {full} |\n")
+    return lambda test: test
+
+
+@line(
+    "`sum(p.numel() for p in model.parameters())`, `model.num_parameters()` of transformers",
+    "right; with `flatten_parameters=True` padding counts as well",
+    "`scale_core.num_parameters(model)`",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_elements_are_counted(flat: bool) -> None:
+    pair = Pair(flat)
     whole = sum(param.numel() for param in pair.plain.parameters())
     counted = sum(param.numel() for param in pair.model.parameters())
     assert counted >= whole if pair.flat else counted == whole  # A flat parameter has padding.
@@ -67,14 +83,30 @@ def counts(pair: Pair) -> None:
     assert num_parameters(pair.model, only_trainable=True) == whole - 30
 
 
-def dimensions(pair: Pair) -> None:
+@line(
+    "parameter groups by `p.ndim`, by `p.shape`",
+    "right; `p.to_local().shape` is the shard's",
+    "",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_parameters_are_grouped_by_shape(flat: bool) -> None:
+    pair = Pair(flat)
     for (name, param), whole in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=not pair.flat):
         if not pair.flat:
             assert full_shape(param) == whole.shape == param.shape, name
             assert param.ndim == whole.ndim
 
 
-def reads(pair: Pair) -> None:
+@line(
+    "`p.norm()`, `p.mean()`, `torch.equal(p, plain_p)`, `writer.add_histogram(name, p)`",
+    "right, on all ranks together; what needs all elements on one rank, as a histogram, is a ShardedTensorError",
+    "`p.full_tensor()` on all ranks",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_values_are_read(flat: bool) -> None:
+    pair = Pair(flat)
     if not pair.flat:
         for param, whole in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
             torch.testing.assert_close(param.detach().norm(), whole.detach().norm())
@@ -92,13 +124,30 @@ def penalised(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean() + 0.1 * sum(param.square().sum() for param in model.parameters())
 
 
-def penalties(pair: Pair) -> None:
+@line(
+    "`loss + c * sum(p.square().sum() for p in model.parameters())`",
+    "right",
+    "",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_a_loss_has_a_penalty_of_the_weights(flat: bool) -> None:
+    pair = Pair(flat)
     pair.train(3, penalised)
     for mine, plain in zip(pair.model.state_dict().values(), pair.plain.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)  # The two gradients are added in another order.
 
 
-def autocast(pair: Pair) -> None:
+@line(
+    "`torch.autocast(...)` around the forward",
+    "right",
+    "",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_a_forward_runs_under_autocast(flat: bool) -> None:
+    pair = Pair(flat)
+
     def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return model(batch).float().square().mean()
@@ -107,7 +156,15 @@ def autocast(pair: Pair) -> None:
     pair.check()
 
 
-def scaler(pair: Pair) -> None:
+@line(
+    "`torch.amp.GradScaler`",
+    "right: all ranks that share a shard step, or none does",
+    "`scale_core.ShardedGradScaler` where ranks have other parameters, as stages of a pipeline",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_torch_s_scaler_scales(flat: bool) -> None:
+    pair = Pair(flat)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(pair.model(noise(3, 4)).square().mean()).backward()
     scaler.step(pair.optimizers[0])
@@ -119,23 +176,39 @@ def scaler(pair: Pair) -> None:
         torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
 
 
-def averages(pair: Pair) -> None:
+@line(
+    "`torch.optim.swa_utils.AveragedModel(model)`",
+    "right: an average of the shards, whose state dict is full",
+    "`ShardedEMA`, which needs no second model",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_torch_s_averaged_model_averages(flat: bool) -> None:
+    pair = Pair(flat)
     averaged = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True) for each in pair.both]
     for _ in range(3):
         pair.train()
         for average, each in zip(averaged, pair.both, strict=True):
             average.update_parameters(each)
-    assert not differing_weights(*averaged)
+    assert_equal(*averaged)
     with torch.no_grad():
         outputs = [average.eval()(noise(3, 4)) for average in averaged]
     assert torch.equal(*outputs)
     averaged[0].load_state_dict(AveragedModel(pair.plain).state_dict())
-    assert not differing_weights(averaged[0].module, pair.plain)
+    assert_equal(averaged[0].module, pair.plain)
     pair.train()
     pair.check()
 
 
-def vectors(pair: Pair) -> None:
+@line(
+    "`parameters_to_vector(model.parameters())`, `vector_to_parameters`",
+    "the first is a ShardedTensorError; the second takes a full vector",
+    "the first `with model.summon_full_params():`",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_parameters_become_a_vector_and_back(flat: bool) -> None:
+    pair = Pair(flat)
     with pytest.raises(ShardedTensorError, match=r"cat of .*full_tensor\(\)"):
         parameters_to_vector(pair.model.parameters())
     if not pair.flat:
@@ -149,7 +222,15 @@ def vectors(pair: Pair) -> None:
     pair.check()
 
 
-def data(pair: Pair) -> None:
+@line(
+    "`param.data = values`",
+    "right: the values are copied, and the memory stays that of the unit",
+    "",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_values_are_assigned_to_data(flat: bool) -> None:
+    pair = Pair(flat)
     for each in pair.both:
         for param in each.parameters():
             param.data = torch.ones_like(param)
@@ -158,7 +239,16 @@ def data(pair: Pair) -> None:
     pair.check()
 
 
-def conversions(pair: Pair) -> None:
+@line(
+    "`model.half()`, `.bfloat16()`, `.to(...)` between steps",
+    "right",
+    "",
+)
+@pytest.mark.fault(84)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_a_model_is_converted_between_steps(flat: bool) -> None:
+    pair = Pair(flat)
     for each in pair.both:
         each.bfloat16()
     assert {tensor.dtype for tensor in pair.model.state_dict().values()} == {torch.bfloat16, torch.int64}
@@ -168,7 +258,16 @@ def conversions(pair: Pair) -> None:
         torch.testing.assert_close(mine, plain, rtol=2e-2 if pair.flat else 0.0, atol=1e-3 if pair.flat else 0.0)
 
 
-def copies(pair: Pair) -> None:
+@line(
+    "`copy.deepcopy((model, optimizer))`, `torch.save((model, optimizer), file)`",
+    "right; a file holds one rank's shards, for that rank of as many",
+    "`torch.save(model.state_dict(), file)` after all ranks have called `state_dict()`",
+)
+@pytest.mark.fault(84)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_a_model_and_its_optimizer_are_copied(flat: bool) -> None:
+    pair = Pair(flat)
     pair.train()
     file = io.BytesIO()
     torch.save((pair.model, pair.optimizers[0]), file)
@@ -183,8 +282,16 @@ def copies(pair: Pair) -> None:
     pair.check()
 
 
-def merged(pair: Pair) -> None:
+@line(
+    "`merge_adapter()` of peft, and whatever else computes weights from weights",
+    "torch's error about shapes, or this rank's shard",
+    "the same `with model.summon_full_params():`; `merge_and_unload()` on a plain model with `model.state_dict()`",
+)
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_weights_are_computed_from_weights(flat: bool) -> None:
     """What `merge_adapter()` of peft does: a weight is computed from other ones."""
+    pair = Pair(flat)
     for each, around in zip(pair.both, (pair.model.summon_full_params(), contextlib.nullcontext()), strict=True):
         with around, torch.no_grad():
             each[0].weight.copy_(each[0].weight + each[3].weight.sum(0)[:, None])
@@ -193,7 +300,17 @@ def merged(pair: Pair) -> None:
     pair.check()
 
 
-def compiled(pair: Pair) -> None:
+@line(
+    "`torch.compile(model)`, `block.compile()`",
+    "right",
+    "",
+)
+# The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@BOTH_FORMS
+@pytest.mark.ranks(2)
+def test_models_and_blocks_are_compiled(flat: bool) -> None:
+    pair = Pair(flat)
     torch._dynamo.reset()
     around = torch.compile(pair.model, backend="eager")
     pair.both = (around, pair.plain)
@@ -204,100 +321,6 @@ def compiled(pair: Pair) -> None:
     pair.check()
 
 
-class Line(NamedTuple):
-    """A row of the table, and what shows that it is so."""
-
-    written: str
-    does: str
-    whole: str
-    check: Callable[[Pair], None]
-
-
-LINES = [
-    Line(
-        "`sum(p.numel() for p in model.parameters())`, `model.num_parameters()` of transformers",
-        "right; with `flatten_parameters=True` padding counts as well",
-        "`scale_core.num_parameters(model)`",
-        counts,
-    ),
-    Line(
-        "parameter groups by `p.ndim`, by `p.shape`",
-        "right; `p.to_local().shape` is the shard's",
-        "",
-        dimensions,
-    ),
-    Line(
-        "`p.norm()`, `p.mean()`, `torch.equal(p, plain_p)`, `writer.add_histogram(name, p)`",
-        "right, on all ranks together; what needs all elements on one rank, as a histogram, is a ShardedTensorError",
-        "`p.full_tensor()` on all ranks",
-        reads,
-    ),
-    Line(
-        "`loss + c * sum(p.square().sum() for p in model.parameters())`",
-        "right",
-        "",
-        penalties,
-    ),
-    Line("`torch.autocast(...)` around the forward", "right", "", autocast),
-    Line(
-        "`torch.amp.GradScaler`",
-        "right: all ranks that share a shard step, or none does",
-        "`scale_core.ShardedGradScaler` where ranks have other parameters, as stages of a pipeline",
-        scaler,
-    ),
-    Line(
-        "`torch.optim.swa_utils.AveragedModel(model)`",
-        "right: an average of the shards, whose state dict is full",
-        "`ShardedEMA`, which needs no second model",
-        averages,
-    ),
-    Line(
-        "`parameters_to_vector(model.parameters())`, `vector_to_parameters`",
-        "the first is a ShardedTensorError; the second takes a full vector",
-        "the first `with model.summon_full_params():`",
-        vectors,
-    ),
-    Line(
-        "`param.data = values`",
-        "right: the values are copied, and the memory stays that of the unit",
-        "",
-        data,
-    ),
-    Line("`model.half()`, `.bfloat16()`, `.to(...)` between steps", "right", "", conversions),
-    Line(
-        "`copy.deepcopy((model, optimizer))`, `torch.save((model, optimizer), file)`",
-        "right; a file holds one rank's shards, for that rank of as many",
-        "`torch.save(model.state_dict(), file)` after all ranks have called `state_dict()`",
-        copies,
-    ),
-    Line(
-        "`merge_adapter()` of peft, and whatever else computes weights from weights",
-        "torch's error about shapes, or this rank's shard",
-        "the same `with model.summon_full_params():`; `merge_and_unload()` on a plain model with `model.state_dict()`",
-        merged,
-    ),
-    Line("`torch.compile(model)`, `block.compile()`", "right", "", compiled),
-]
-
-
-def run_lines() -> None:
-    for flat in (False, True):
-        for line in LINES:
-            try:
-                line.check(Pair(flat))
-            except BaseException as error:
-                error.add_note(f"{line.written}, flatten_parameters={flat}, rank {dist.get_rank()}")
-                raise
-
-
-# The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
-@pytest.mark.fault(84)
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_ordinary_lines_do_what_the_guide_says():
-    run_ranks(run_lines, 2)
-
-
 def test_the_guide_has_these_lines_and_no_others():
     head = "| line | on a sharded model | for full parameters |\n|---|---|---|\n"
-    rows = "".join(f"| {line.written} | {line.does} | {line.whole} |\n" for line in LINES)
-    assert f"{head}{rows}\n" in GUIDE.read_text(encoding="utf-8")
+    assert head + "".join(ROWS) + "\n" in GUIDE.read_text(encoding="utf-8")

@@ -6,11 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fsdp_beside import adam, noise, sharded
+from fsdp_parity import adam, noise, sharded
 from torch import nn
 
 from scale_core.hooks.autograd import register_local_grad_hook
-from scale_core.testing import run_ranks
 from scale_fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
@@ -28,7 +27,7 @@ def precision_of(**arguments):
     return unit_of(FullyShardedDataParallel(nn.Linear(2, 2), **arguments).module).precision
 
 
-def test_true_is_half_precision_for_parameters_and_reduction_and_leaves_buffers_alone():
+def test_true_is_half_precision_except_for_buffers():
     assert precision_of(mixed_precision=True) == UnitPrecision(FP16, FP16, cast_forward_inputs="root")
     assert precision_of(mixed_precision=False) == UnitPrecision(cast_forward_inputs="root")
 
@@ -65,47 +64,6 @@ def test_a_policy_has_floating_point_dtypes_only():
         fully_shard(nn.Linear(2, 2), mp_policy="bf16")
 
 
-class Watcher(nn.Module):
-    """Notes the dtypes that it computes with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-        self.register_buffer("frequencies", torch.ones(3))
-        self.register_buffer("counts", torch.ones(3, dtype=torch.int64))
-        self.seen: dict[str, torch.dtype] = {}
-
-    def forward(self, x, tokens):
-        self.seen = {"input": x.dtype, "tokens": tokens.dtype, "weight": self.linear.weight.dtype}
-        return {"logits": self.linear(x), "tokens": tokens}
-
-
-def train_in(policy: MixedPrecisionPolicy | tuple[MixedPrecisionPolicy, torch.dtype]) -> dict[str, torch.dtype]:
-    policy, buffer_dtype = policy if isinstance(policy, tuple) else (policy, None)
-    model = sharded(Watcher(), [""], mp_policy=policy, buffer_dtype=buffer_dtype)
-    optimizer = adam(model.parameters())
-    local: list[torch.dtype] = []
-    handle = register_local_grad_hook(lambda params, grads: local.extend(grad.dtype for grad in grads))
-    out = model(noise(4, 3), torch.ones(4, dtype=torch.int64))
-    out["logits"].float().sum().backward()
-    optimizer.step()
-    handle.remove()
-    weight = model.linear.weight
-    return {
-        **model.seen,
-        "output": out["logits"].dtype,
-        "int output": out["tokens"].dtype,
-        "shard": weight.dtype,
-        "gradient": weight.grad.dtype,
-        "state": optimizer.state[weight]["exp_avg"].dtype,
-        "sent": local[0],
-        "buffer": model.frequencies.dtype,
-        "running": model.norm.running_mean.dtype,
-        "int buffer": model.counts.dtype,
-        "saved": model.state_dict()["linear.weight"].dtype,
-    }
-
-
 MASTER = {"shard": FP32, "gradient": FP32, "state": FP32, "saved": FP32}
 INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torch.int64}
 
@@ -133,9 +91,46 @@ INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torc
         ),
     ],
 )
-def test_each_dtype_of_the_policy_is_where_it_belongs_and_the_shards_stay_fp32(policy, expected):
-    for seen in run_ranks(train_in, 2, policy):
-        assert seen == {**expected, "running": expected["buffer"], **MASTER, **INTEGERS}
+@pytest.mark.ranks(2)
+def test_each_dtype_of_the_policy_is_where_it_belongs(policy, expected):
+    class Watcher(nn.Module):
+        """Notes the dtypes that it computes with."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+            self.register_buffer("frequencies", torch.ones(3))
+            self.register_buffer("counts", torch.ones(3, dtype=torch.int64))
+            self.seen: dict[str, torch.dtype] = {}
+
+        def forward(self, x, tokens):
+            self.seen = {"input": x.dtype, "tokens": tokens.dtype, "weight": self.linear.weight.dtype}
+            return {"logits": self.linear(x), "tokens": tokens}
+
+    policy, buffer_dtype = policy if isinstance(policy, tuple) else (policy, None)
+    model = sharded(Watcher(), [""], mp_policy=policy, buffer_dtype=buffer_dtype)
+    optimizer = adam(model.parameters())
+    local: list[torch.dtype] = []
+    handle = register_local_grad_hook(lambda params, grads: local.extend(grad.dtype for grad in grads))
+    out = model(noise(4, 3), torch.ones(4, dtype=torch.int64))
+    out["logits"].float().sum().backward()
+    optimizer.step()
+    handle.remove()
+    weight = model.linear.weight
+    seen = {
+        **model.seen,
+        "output": out["logits"].dtype,
+        "int output": out["tokens"].dtype,
+        "shard": weight.dtype,
+        "gradient": weight.grad.dtype,
+        "state": optimizer.state[weight]["exp_avg"].dtype,
+        "sent": local[0],
+        "buffer": model.frequencies.dtype,
+        "running": model.norm.running_mean.dtype,
+        "int buffer": model.counts.dtype,
+        "saved": model.state_dict()["linear.weight"].dtype,
+    }
+    assert seen == {**expected, "running": expected["buffer"], **MASTER, **INTEGERS}
 
 
 def test_inputs_follow_a_unit_of_another_dtype_inside():
@@ -146,9 +141,9 @@ def test_inputs_follow_a_unit_of_another_dtype_inside():
     assert model(noise(2, 3)).dtype == BF16
 
 
-def train_between_units_of_other_dtypes() -> list[str]:
+@pytest.mark.ranks(1, 2)
+def test_a_unit_in_full_precision_may_stand_between_others():
     """An fp32 unit among bf16 units, inside of a bf16 root and inside of a plain module."""
-    wrong = []
     for around in (True, False):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
@@ -160,14 +155,9 @@ def train_between_units_of_other_dtypes() -> list[str]:
         model[1].register_forward_hook(lambda module, *_: seen.append(module.weight.dtype))  # noqa: B023  # runs here
         for _ in range(2):
             model(noise(2, 3)).sum().backward()
-        if seen != [FP32, FP32] or any(param.grad is None or param.grad.dtype != FP32 for param in model.parameters()):
-            wrong.append(f"around={around}: the middle computed in {seen}")
-    return wrong
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_unit_in_full_precision_may_stand_between_others(world):
-    assert not any(run_ranks(train_between_units_of_other_dtypes, world))
+        assert seen == [FP32, FP32] and not any(
+            param.grad is None or param.grad.dtype != FP32 for param in model.parameters()
+        ), f"around={around}: the middle computed in {seen}"
 
 
 def test_the_output_dtype_of_a_model_is_not_that_of_its_blocks():
@@ -183,7 +173,7 @@ def test_the_output_dtype_of_a_model_is_not_that_of_its_blocks():
     assert {param.grad.dtype for param in model.parameters()} == {FP32}
 
 
-def test_units_that_return_another_dtype_may_stand_one_after_another():
+def test_units_that_return_another_dtype_may_follow_each_other():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     policy = MixedPrecisionPolicy(BF16, output_dtype=FP32)
     for layer in (*model, model):
@@ -199,19 +189,18 @@ def test_the_wrapper_takes_the_same_arguments():
     assert unit_of(model.module).precision == UnitPrecision(FP16, FP32, cast_forward_inputs="root")
 
 
-class HandsOnFp32(nn.Module):
-    """Hands fp32 to a nested module, as the position embeddings of many models."""
+def test_fairscales_arguments_cast_at_the_root_only():
+    class HandsOnFp32(nn.Module):
+        """Hands fp32 to a nested module, as the position embeddings of many models."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
 
-    def forward(self, x):
-        self.seen = x.dtype
-        return self.inner(x.float())
+        def forward(self, x):
+            self.seen = x.dtype
+            return self.inner(x.float())
 
-
-def test_fairscales_arguments_cast_at_the_root_alone_and_a_policy_at_each_unit():
     for arguments, casts in (
         ({"compute_dtype": BF16}, False),
         ({"mixed_precision": MixedPrecisionPolicy(BF16)}, True),
@@ -225,20 +214,19 @@ def test_fairscales_arguments_cast_at_the_root_alone_and_a_policy_at_each_unit()
         assert model.seen == (FP32 if arguments.get("mixed_precision") and not casts else BF16)
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("scale", torch.tensor([0.1, 0.2, 0.3]))
-        self.register_buffer("steps", torch.tensor(0))
+def test_a_state_dict_has_buffers_in_their_plain_dtypes():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("scale", torch.tensor([0.1, 0.2, 0.3]))
+            self.register_buffer("steps", torch.tensor(0))
 
-    def forward(self, x):
-        self.steps += 1
-        self.scale.mul_(0.5)
-        return x * self.weight * self.scale
+        def forward(self, x):
+            self.steps += 1
+            self.scale.mul_(0.5)
+            return x * self.weight * self.scale
 
-
-def test_a_state_dict_has_buffers_in_the_dtypes_of_the_plain_model():
     model = nn.Sequential(nn.Linear(3, 3), Scaled())
     for module in (model[1], model):
         fully_shard(module, buffer_dtype=torch.float16)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from fsdp_beside import noise, sharded
+from fsdp_parity import noise, sharded
 from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer, live_buffers
-from scale_core.testing import run_ranks
 from scale_fsdp.runtime.unit import units_in
 
 
@@ -45,64 +44,62 @@ def follow_gathers(reshard: bool) -> list[list[str]]:
     return steps
 
 
-def test_the_next_units_gather_is_under_way_while_a_unit_computes():
-    for first, *later in run_ranks(follow_gathers, 2, True):
-        assert [event for event in first if event.startswith(("gather", "backward"))] == [
-            *(f"gather {unit}" for unit in "0123"),
-            "backward",
-            *(f"gather {unit}" for unit in "3210"),
+@pytest.mark.ranks(2)
+def test_the_next_unit_is_gathered_while_a_unit_computes():
+    first, *later = follow_gathers(True)
+    assert [event for event in first if event.startswith(("gather", "backward"))] == [
+        *(f"gather {unit}" for unit in "0123"),
+        "backward",
+        *(f"gather {unit}" for unit in "3210"),
+    ]
+    for step in later:
+        forward, backward = step[: step.index("backward")], step[step.index("backward") :]
+        assert forward == [
+            "gather 0",
+            *("gather 1", "forward 0"),
+            *("gather 2", "forward 1"),
+            *("gather 3", "forward 2"),
+            "forward 3",
         ]
-        for step in later:
-            forward, backward = step[: step.index("backward")], step[step.index("backward") :]
-            assert forward == [
-                "gather 0",
-                *("gather 1", "forward 0"),
-                *("gather 2", "forward 1"),
-                *("gather 3", "forward 2"),
-                "forward 3",
-            ]
-            assert backward == ["backward", *(f"gather {unit}" for unit in "3210")]
+        assert backward == ["backward", *(f"gather {unit}" for unit in "3210")]
 
 
+@pytest.mark.ranks(2)
 def test_without_resharding_nothing_is_gathered_in_backward():
-    for steps in run_ranks(follow_gathers, 2, False):
-        for step in steps:
-            assert step[step.index("backward") :] == ["backward"]
+    steps = follow_gathers(False)
+    for step in steps:
+        assert step[step.index("backward") :] == ["backward"]
 
 
 def gathered(model: nn.Module) -> str:
     return "".join(unit.name for unit in units_in(model) if unit.gathered)
 
 
-def evaluate() -> tuple[str, str]:
+@pytest.mark.ranks(2)
+def test_an_evaluation_leaves_nothing_gathered():
     model = sharded(stack(), UNITS, reshard_after_forward=False)
     for _ in range(3):
         with torch.no_grad():
             model(noise(2, 4))
     without = gathered(model)
     model(noise(2, 4))
-    return without, gathered(model)
+    assert (without, gathered(model)) == ("", "0123")
 
 
-def test_an_evaluation_leaves_nothing_gathered():
-    assert run_ranks(evaluate, 2) == [("", "0123")] * 2
-
-
-def keep_over_micro_batches(reshard: bool) -> tuple[str, str]:
+@pytest.mark.parametrize(("reshard", "stay"), [(True, ""), (False, "0123")])
+@pytest.mark.ranks(2)
+def test_without_resharding_units_stay_between_micro_batches(reshard: bool, stay: str) -> None:
     model = sharded(stack(), UNITS, reshard_after_forward=reshard)
     with model.no_sync():
         model(noise(2, 4)).sum().backward()
-    between = gathered(model)
+    assert gathered(model) == stay
     model(noise(2, 4)).sum().backward()
-    return between, gathered(model)
+    assert gathered(model) == ""
 
 
-def test_without_resharding_parameters_stay_gathered_between_micro_batches():
-    assert run_ranks(keep_over_micro_batches, 2, True) == [("", "")] * 2
-    assert run_ranks(keep_over_micro_batches, 2, False) == [("0123", "")] * 2
-
-
-def fail_everywhere(position: int) -> tuple[str, int, bool]:
+@pytest.mark.parametrize("position", [0, 3])
+@pytest.mark.ranks(2)
+def test_a_failed_forward_leaves_nothing_gathered(position):
     plain = stack()
     model = sharded(plain, UNITS)
     for _ in range(3):
@@ -117,30 +114,23 @@ def fail_everywhere(position: int) -> tuple[str, int, bool]:
     model(noise(2, 4)).sum().backward()
     plain(noise(2, 4)).sum().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
-    return left, bytes_left, torch.allclose(model.clip_grad_norm_(1e9), norm)
+    assert (left, bytes_left, torch.allclose(model.clip_grad_norm_(1e9), norm)) == ("", 0, True)
 
 
-@pytest.mark.parametrize("position", [0, 3])
-def test_a_failed_forward_leaves_nothing_gathered_and_the_next_one_is_right(position):
-    assert run_ranks(fail_everywhere, 2, position) == [("", 0, True)] * 2
-
-
-def write_past_the_versions(reshard: bool) -> bool:
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2)
+def test_what_is_written_to_param_data_is_seen(reshard):
     """Writes to `param.data`, which leaves no trace, after a forward whose backward never comes."""
     model, fresh = (sharded(stack(), UNITS, reshard_after_forward=reshard) for _ in range(2))
     model(noise(2, 4))
     for each in (model, fresh):
         for param in each.parameters():
             param.data.mul_(2)
-    return torch.equal(model(noise(2, 4)), fresh(noise(2, 4)))
+    assert torch.equal(model(noise(2, 4)), fresh(noise(2, 4)))
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_what_is_written_to_the_data_of_a_parameter_between_two_forwards_is_seen(reshard):
-    assert run_ranks(write_past_the_versions, 2, reshard) == [True, True]
-
-
-def enter_by_turns() -> list[bool]:
+@pytest.mark.ranks(2)
+def test_units_may_be_called_by_themselves_beside_their_model():
     """A unit may be called by itself, beside the model that holds it."""
     plain = stack()
     model = sharded(plain, UNITS)
@@ -153,14 +143,11 @@ def enter_by_turns() -> list[bool]:
                 run(each).sum().backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
             same.append(torch.allclose(model.clip_grad_norm_(1e9), norm))
-    return same
+    assert same == [True] * 9
 
 
-def test_units_may_be_called_by_themselves_beside_their_model():
-    assert run_ranks(enter_by_turns, 2) == [[True] * 9] * 2
-
-
-def follow_backward() -> list[str]:
+@pytest.mark.ranks(2)
+def test_in_backward_the_unit_before_is_fetched_ahead():
     """Which units are gathered, or being gathered, when the gradient of each one's output has been computed."""
     model = sharded(stack(), UNITS)
     seen: list[str] = []
@@ -176,19 +163,17 @@ def follow_backward() -> list[str]:
     for _ in range(2):
         seen.clear()
         model(noise(2, 4)).sum().backward()
-    return seen
+    assert seen == ["3: 23", "2: 12", "1: 01", "0: 0"]
 
 
-def test_in_backward_the_unit_before_is_fetched_ahead():
-    assert run_ranks(follow_backward, 2) == [["3: 23", "2: 12", "1: 01", "0: 0"]] * 2
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
-
-
-def wait_through_a_failure(where: str) -> tuple[list[bool], bool]:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.ranks(1, 2)
+def test_a_pass_that_fails_keeps_the_gradients_that_wait(where):
     """A failed pass between two micro-batches; the gradients, in units of what one pass alone gives."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+        return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
     alone, model = sharded(stack(), UNITS), sharded(stack(), UNITS)
     alone(noise(2, 4)).sum().backward()
     with model.no_sync():
@@ -209,10 +194,7 @@ def wait_through_a_failure(where: str) -> tuple[list[bool], bool]:
     model(noise(2, 4)).sum().backward()
     pairs = zip(gradients(model), gradients(alone), strict=True)
     same = [torch.allclose(ours, 2 * one) for ours, one in pairs]
-    return same, whole and all(torch.equal(saved[name], tensor) for name, tensor in stack().state_dict().items())
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_pass_that_fails_keeps_the_gradients_that_wait_and_leaves_none_of_its_own(where, world):
-    assert run_ranks(wait_through_a_failure, world, where) == [([True] * 8, True)] * world
+    assert (same, whole and all(torch.equal(saved[name], tensor) for name, tensor in stack().state_dict().items())) == (
+        [True] * 8,
+        True,
+    )

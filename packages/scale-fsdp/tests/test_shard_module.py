@@ -6,24 +6,18 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import Beside, adam, mean_square, noise, sgd, sharded
-from fsdp_cases import differing_weights
+from fsdp_parity import adam, assert_trains_as_plain, mean_square, noise, sgd, sharded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.shard import full_shape, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard, reshard_to
 from scale_fsdp.runtime.unit import units_in
-
-
-def assert_on_ranks(fn, world, *args):
-    __tracebackhide__ = True
-    assert not any(run_ranks(fn, world, *args))
 
 
 def perceptron() -> nn.Sequential:
@@ -34,7 +28,8 @@ def perceptron() -> nn.Sequential:
 # Names, order, groups.
 
 
-def see_names() -> list[str]:
+@pytest.mark.ranks(2)
+def test_parameters_are_shards_under_the_original_names():
     plain = perceptron()
     model = sharded(plain, ["2.0", "2", "0", ""])
     named, expected = dict(model.named_parameters()), dict(plain.named_parameters())
@@ -47,11 +42,7 @@ def see_names() -> list[str]:
         assert torch.equal(local_tensor(param).reshape(-1), expected[name].reshape(-1)[shard.start : shard.stop])
     held = [sum(local_tensor(param).numel() for param in model.parameters()) for model in (model, plain)]
     assert held[0] <= held[1] // 2 + 8 * len(named)  # Each starts at a multiple of 8.
-    return [unit.name for unit in units_in(model)]
-
-
-def test_parameters_are_shards_under_the_original_names_in_the_plain_order():
-    assert run_ranks(see_names, 2) == [["", "0", "2", "2.0"]] * 2
+    assert [unit.name for unit in units_in(model)] == ["", "0", "2", "2.0"]
 
 
 def test_the_module_keeps_its_class_and_its_methods():
@@ -66,68 +57,51 @@ def test_the_module_keeps_its_class_and_its_methods():
     assert model.answer() == 42
 
 
-def groups_by_dimension(params):
-    params = list(params)
-    matrices = [p for p in params if p.ndim >= 2]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.3}, {"params": [p for p in params if p.ndim < 2], "lr": 0.1}], lr=0.01
-    )
+@pytest.mark.ranks(2)
+def test_parameter_groups_by_dimension_train_as_plain():
+    def groups_by_dimension(params):
+        params = list(params)
+        matrices = [p for p in params if p.ndim >= 2]
+        return torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.3}, {"params": [p for p in params if p.ndim < 2], "lr": 0.1}],
+            lr=0.01,
+        )
 
-
-def train_groups() -> list[str]:
     by_rows = {"atom": "row"}  # small tensors are cut at elements otherwise, into pieces of one dimension
-    return Beside(
-        perceptron(), ["0", "2", ""], mean_square(4, 5), both=[groups_by_dimension], kwargs=by_rows
-    ).differences()
-
-
-def test_parameter_groups_chosen_by_dimension_train_as_in_the_plain_model():
-    assert_on_ranks(train_groups, 2)
+    assert_trains_as_plain(perceptron(), ["0", "2", ""], mean_square(4, 5), optimizers=[groups_by_dimension], **by_rows)
 
 
 # Frozen parameters.
 
 
-def freeze(*names):
-    def before(model, step):
-        for name, param in model.named_parameters():
-            param.requires_grad_(name not in names)
+@pytest.mark.fault(83)
+@pytest.mark.ranks(2)
+def test_parameters_may_be_frozen_before_or_after_wrapping():
+    def freeze(*names):
+        def before(model, step):
+            for name, param in model.named_parameters():
+                param.requires_grad_(name not in names)
 
-    return before
+        return before
 
-
-def freeze_by_turns(model, step):
-    for number, param in enumerate(model.parameters()):
-        param.requires_grad_((number + step) % 3 != 0)
-
-
-def train_frozen() -> list[str]:
-    wrong = []
     for names in (["0.weight"], ["0.weight", "0.bias"], ["2.0.bias", "3.weight"]):
         plain = perceptron()
         freeze(*names)(plain, 0)
         for units, one, other in ((["0", "2", "3", ""], adam, sgd), ([""], sgd, adam)):
-            wrong += Beside(plain, units, mean_square(4, 5), both=[one]).differences()
+            assert_trains_as_plain(plain, units, mean_square(4, 5), optimizers=[one])
             after = freeze(*names)
-            wrong += Beside(perceptron(), units, mean_square(4, 5), before=after, both=[other]).differences()
-    return wrong
+            assert_trains_as_plain(perceptron(), units, mean_square(4, 5), before_step=after, optimizers=[other])
 
 
-@pytest.mark.fault(83)
-def test_frozen_parameters_of_any_mix_frozen_before_or_after_wrapping():
-    assert_on_ranks(train_frozen, 2)
+@pytest.mark.ranks(3)
+def test_parameters_may_be_frozen_and_unfrozen_between_steps():
+    def freeze_by_turns(model, step):
+        for number, param in enumerate(model.parameters()):
+            param.requires_grad_((number + step) % 3 != 0)
 
-
-def train_toggled() -> list[str]:
-    wrong = []
     for units, both in (([""], [sgd]), (["0", "2", ""], [adam]), (["0", "2.0", "2", "3", ""], [sgd])):
         step = mean_square(4, 5)
-        wrong += Beside(perceptron(), units, step, before=freeze_by_turns, steps=6, both=both).differences()
-    return wrong
-
-
-def test_parameters_may_be_frozen_and_unfrozen_between_steps():
-    assert_on_ranks(train_toggled, 3)
+        assert_trains_as_plain(perceptron(), units, step, before_step=freeze_by_turns, steps=6, optimizers=both)
 
 
 # Shared parameters.
@@ -168,24 +142,18 @@ TIED = {
 }
 
 
-def train_tied() -> list[str]:
-    wrong = []
-    for how, units in TIED.items():
+@pytest.mark.ranks(2)
+def test_tied_parameters_stay_tied():
+    for units in TIED.values():
         for reshard, both in ((True, [adam]), (False, [sgd])):
             kwargs = {"reshard_after_forward": reshard}
-            differences = Beside(Tied(), units, run_tied, steps=3, both=both, kwargs=kwargs).differences()
-            wrong += [f"{how}: {line}" for line in differences]
+            assert_trains_as_plain(Tied(), units, run_tied, steps=3, optimizers=both, **kwargs)
         model = sharded(Tied(), units)
-        if list(dict(model.named_parameters())) != list(dict(Tied().named_parameters())):
-            wrong.append(f"{how}: names {list(dict(model.named_parameters()))}")
-    return wrong
+        assert list(dict(model.named_parameters())) == list(dict(Tied().named_parameters()))
 
 
-def test_tied_parameters_stay_tied():
-    assert_on_ranks(train_tied, 2)
-
-
-def tied_at_rest() -> None:
+@pytest.mark.ranks(1, 2)
+def test_tied_units_show_their_shards_after_an_evaluation():
     """Train, evaluate, save: the modules show the same shards after each, and what they save loads."""
     tokens = torch.arange(6).view(2, 3)
     for units in TIED.values():
@@ -222,12 +190,7 @@ def tied_at_rest() -> None:
             with torch.no_grad():
                 model(tokens)
             load_sharded_state_dict(pieces, model, optimizer)
-            assert not differing_weights(model, saved), units
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_tied_units_show_their_shards_and_can_be_saved_after_an_evaluation(world):
-    run_ranks(tied_at_rest, world)
+            assert_equal(model, saved, units)
 
 
 # Dtypes, shapes, memory formats.
@@ -254,50 +217,24 @@ class Odd(nn.Module):
         return (y * self.mask + self.wide.float() + self.narrow.float() + self.steps.sum()).contiguous()
 
 
-def train_odd() -> list[str]:
-    wrong = []
-    for atom, both in (("auto", [adam]), ("element", [sgd]), ("row", [adam]), ("parameter", [sgd])):
-        wrong += Beside(Odd(), [""], mean_square(4, 5), both=both, kwargs={"atom": atom}).differences()
-    model = sharded(Odd(), [""])
-    if model.state_dict()["mask"].dtype is not torch.bool or model.state_dict()["steps"].tolist() != [1, 2, 3]:
-        wrong.append("integers and booleans are not what they were")
-    return wrong
-
-
 @pytest.mark.fault(82, 83)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_scalars_empty_strided_and_integer_parameters_of_several_dtypes_in_one_unit(world):
-    assert_on_ranks(train_odd, world)
-
-
-def convolve_channels_last() -> list[str]:
-    torch.manual_seed(3)
-    plain = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 2)).to(memory_format=torch.channels_last)
-    model = sharded(plain, ["0", ""])
-    for each in (model, plain):
-        each(noise(2, 2, 5, 5)).square().mean().backward()
-    wholes = {name: p.grad for name, p in plain.named_parameters()}
-    return [
-        name
-        for name, param in model.named_parameters()
-        if not torch.allclose(
-            local_tensor(param.grad).reshape(-1),
-            wholes[name].reshape(-1)[shard_of(param).start : shard_of(param).stop],
-            atol=1e-6,
-        )
-    ]
-
-
-class Tagged(nn.Linear):
-    """Looks at an attribute of its weight where it computes."""
-
-    def forward(self, x):
-        assert self.weight.kind == "matrix"
-        return super().forward(x)
+@pytest.mark.ranks(1, 2, 4)
+def test_parameters_of_any_shape_and_dtype_in_one_unit():
+    for atom, both in (("auto", [adam]), ("element", [sgd]), ("row", [adam]), ("parameter", [sgd])):
+        assert_trains_as_plain(Odd(), [""], mean_square(4, 5), optimizers=both, atom=atom)
+    model = sharded(Odd(), [""])
+    assert model.state_dict()["mask"].dtype is torch.bool and model.state_dict()["steps"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("build", ["here", "meta"])
-def test_attributes_of_parameters_stay_through_sharding_and_moving(build):
+def test_attributes_of_parameters_outlive_sharding_and_moves(build):
+    class Tagged(nn.Linear):
+        """Looks at an attribute of its weight where it computes."""
+
+        def forward(self, x):
+            assert self.weight.kind == "matrix"
+            return super().forward(x)
+
     with torch.device("meta" if build == "meta" else "cpu"):
         model = nn.Sequential(Tagged(3, 3), nn.Linear(3, 2))
     model[0].weight.kind = "matrix"
@@ -312,22 +249,28 @@ def test_attributes_of_parameters_stay_through_sharding_and_moving(build):
         each(torch.ones(2, 3, dtype=next(each.parameters()).dtype)).sum().backward()
 
 
-def test_channels_last_weights_have_the_same_gradients_in_their_own_order_of_elements():
-    assert_on_ranks(convolve_channels_last, 2)
-
-
-def train_few_elements() -> list[str]:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2, bias=False), nn.LayerNorm(2, bias=False))
-    return Beside(plain, ["0", "1", "2", ""], mean_square(3, 1)).differences()
+@pytest.mark.ranks(2)
+def test_channels_last_weights_have_the_same_gradients():
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 2)).to(memory_format=torch.channels_last)
+    model = sharded(plain, ["0", ""])
+    for each in (model, plain):
+        each(noise(2, 2, 5, 5)).square().mean().backward()
+    for (name, param), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        expected = whole.grad.reshape(-1)[shard_of(param).start : shard_of(param).stop]
+        assert torch.allclose(local_tensor(param.grad).reshape(-1), expected, atol=1e-6), name
 
 
 @pytest.mark.fault(87)
+@pytest.mark.ranks(4)
 def test_units_with_fewer_elements_than_ranks():
-    assert_on_ranks(train_few_elements, 4)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2, bias=False), nn.LayerNorm(2, bias=False))
+    assert_trains_as_plain(plain, ["0", "1", "2", ""], mean_square(3, 1))
 
 
-def step_fused_with_empty_shards() -> list[str]:
+@pytest.mark.ranks(4)
+def test_fused_optimizers_step_over_empty_shards():
     model = sharded(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)), ["0", "1", ""])
     for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
         optimizer = make(model.parameters(), lr=0.1, fused=True)
@@ -336,31 +279,23 @@ def step_fused_with_empty_shards() -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
         after = model.state_dict()
-        if not all((before[name] != after[name]).all() for name in before):
-            return [f"{make.__name__} left something as it was"]
-    return []
+        assert all((before[name] != after[name]).all() for name in before), f"{make.__name__} left something as it was"
 
 
-def test_fused_optimizers_step_over_empty_shards():
-    assert_on_ranks(step_fused_with_empty_shards, 4)
-
-
-def start_from_rank_0() -> list[str]:
+@pytest.mark.fault(26)
+@pytest.mark.ranks(3)
+def test_all_ranks_start_from_the_weights_and_buffers_of_rank_0():
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[1].running_mean.fill_(dist.get_rank())
     fully_shard(model)
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    return differing_weights(model, expected)
+    assert_equal(model, expected)
 
 
-@pytest.mark.fault(26)
-def test_all_ranks_start_from_the_weights_and_buffers_of_rank_0():
-    assert_on_ranks(start_from_rank_0, 3)
-
-
-def start_from_buffers_of_rank_0() -> list[str]:
+@pytest.mark.ranks(2)
+def test_buffers_of_any_dtype_start_from_those_of_rank_0():
     """Buffers of dtypes that few transports know, contiguous and not."""
     model, expected = nn.Linear(2, 2), {}
     for dtype in (torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float64, torch.uint8):
@@ -369,31 +304,13 @@ def start_from_buffers_of_rank_0() -> list[str]:
             expected[f"{name}_{dtype}".replace(".", "_")] = torch.zeros(shape).to(dtype)
             model.register_buffer(f"{name}_{dtype}".replace(".", "_"), ours.t() if name == "whole" else ours)
     fully_shard(model)
-    named = dict(model.named_buffers())
-    return [
-        f"{name}: {named[name]}"
-        for name, zeros in expected.items()
-        if named[name].dtype != zeros.dtype or named[name].to(torch.complex128).any()
-    ]
+    for name, zeros in expected.items():
+        buffer = model.get_buffer(name)
+        assert buffer.dtype == zeros.dtype and not buffer.to(torch.complex128).any(), name
 
 
-def test_buffers_of_any_dtype_start_from_those_of_rank_0():
-    assert_on_ranks(start_from_buffers_of_rank_0, 2)
-
-
-def show_flat_parameters() -> list[str]:
-    """Two flat buffers in one unit; each has a name of its own, and its local gradient is reported."""
-    torch.manual_seed(dist.get_rank())
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3))
-    model[2].requires_grad_(False)
-    fully_shard(model[0], flatten_parameters=True)
-    fully_shard(model, flatten_parameters=True)
-    named = dict(model.named_parameters())
-    marks = {name: shard_of(param).name for name, param in named.items()}
-    return sorted(name if marks[name] == name else f"{name} is marked {marks[name]}" for name in named)
-
-
-def report_flat_gradients() -> list[str]:
+@pytest.mark.ranks(1, 2)
+def test_local_gradients_of_flat_units_are_reported():
     """What `register_local_grad_hook` shows of a flat unit: its own gradient, in the order of the buffer."""
     plain = perceptron()
     model = sharded(plain, ["0", ""], flatten_parameters=True)
@@ -408,72 +325,63 @@ def report_flat_gradients() -> list[str]:
     for each in (model, plain):
         each(noise(2, 5, seed=dist.get_rank())).sum().backward()
     handle.remove()
-    wrong = []
     for unit in units_in(model):
         for number, buffer in enumerate(unit.buffers):
             flat = heard[f"{unit.name}.flat_param_{number}".lstrip(".")]
             for name, entry in zip(buffer.names, buffer.layout.entries, strict=True):
                 mine = flat[entry.offset : entry.offset + entry.numel].view(entry.shape)
-                wrong += [] if torch.equal(mine, plain.get_parameter(name).grad) else [f"{name} differs"]
-    return wrong
+                assert torch.equal(mine, plain.get_parameter(name).grad), f"{name} differs"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_local_gradients_of_flat_units_are_reported(world):
-    assert_on_ranks(report_flat_gradients, world)
-
-
+@pytest.mark.ranks(2)
 def test_each_flat_parameter_has_a_name_of_its_own():
-    assert run_ranks(show_flat_parameters, 2) == [["0.flat_param_0", "flat_param_0", "flat_param_1"]] * 2
+    """Two flat buffers in one unit; each has a name of its own, and its local gradient is reported."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3))
+    model[2].requires_grad_(False)
+    fully_shard(model[0], flatten_parameters=True)
+    fully_shard(model, flatten_parameters=True)
+    named = dict(model.named_parameters())
+    marks = {name: shard_of(param).name for name, param in named.items()}
+    assert sorted(name if marks[name] == name else f"{name} is marked {marks[name]}" for name in named) == [
+        "0.flat_param_0",
+        "flat_param_0",
+        "flat_param_1",
+    ]
 
 
 # Groups.
 
 
-def train_in_subgroups() -> list[str]:
-    wrong = []
+@pytest.mark.ranks(4)
+def test_subgroups_train_by_themselves():
     for members in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 3]], [[0, 1, 3]]):
         groups = [dist.new_group(ranks) for ranks in members]
         for ranks, group, make in zip(members, groups, (adam, sgd), strict=False):
             if dist.get_rank() in ranks:
-                if group_of(group).ranks != tuple(ranks):
-                    wrong.append(f"another group than {ranks}")
+                assert group_of(group).ranks == tuple(ranks)
                 step = mean_square(4, 5)
-                one = Beside(perceptron(), ["0", "2", ""], step, process_group=group, both=[make])
-                wrong += [f"{members}: {line}" for line in one.differences()]
-    return wrong
+                assert_trains_as_plain(perceptron(), ["0", "2", ""], step, process_group=group, optimizers=[make])
 
 
-def test_subgroups_train_by_themselves():
-    assert_on_ranks(train_in_subgroups, 4)
-
-
-def train_on_meshes() -> list[str]:
+@pytest.mark.ranks(4)
+def test_a_device_mesh_takes_the_place_of_a_group():
     line = init_device_mesh("cpu", (4,))
     plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    wrong = []
     for mesh in (line, plane["inner"], plane["outer"]):
-        wrong += Beside(perceptron(), ["0", ""], mean_square(4, 5), process_group=mesh, both=[adam]).differences()
-    return wrong
-
-
-def test_a_device_mesh_takes_the_place_of_a_group():
-    assert_on_ranks(train_on_meshes, 4)
+        assert_trains_as_plain(perceptron(), ["0", ""], mean_square(4, 5), process_group=mesh, optimizers=[adam])
 
 
 def test_a_world_of_one_needs_no_process_group():
     assert not dist.is_initialized()
-    assert Beside(perceptron(), ["0", "2", ""], mean_square(4, 5)).differences() == []
-    assert Beside(Tied(), ["embed", "layers.1", "head", ""], run_tied).differences() == []
-    assert Beside(Odd(), [""], mean_square(4, 5)).differences() == []
+    assert_trains_as_plain(perceptron(), ["0", "2", ""], mean_square(4, 5))
+    assert_trains_as_plain(Tied(), ["embed", "layers.1", "head", ""], run_tied)
+    assert_trains_as_plain(Odd(), [""], mean_square(4, 5))
 
 
-def train_alone_and_initialised() -> list[str]:
-    return Beside(perceptron(), ["0", "2", ""], mean_square(4, 5)).differences()
-
-
+@pytest.mark.ranks(1)
 def test_a_world_of_one_works_in_a_process_group_too():
-    assert_on_ranks(train_alone_and_initialised, 1)
+    assert_trains_as_plain(perceptron(), ["0", "2", ""], mean_square(4, 5))
 
 
 # Nesting.
@@ -489,27 +397,19 @@ class Deep(nn.Module):
         return x + torch.tanh(self.inner(self.linear(x)))
 
 
-def train_deep() -> list[str]:
+@pytest.mark.ranks(2)
+def test_units_nest_at_any_depth():
     torch.manual_seed(5)
     names = [".".join(["inner"] * depth) for depth in range(6, -1, -1)]
-    wrong = []
     for reshard in (True, False):
         kwargs = {"reshard_after_forward": reshard}
-        wrong += Beside(Deep(6), names, mean_square(2, 3), kwargs=kwargs, both=[adam]).differences()
-    return wrong
+        assert_trains_as_plain(Deep(6), names, mean_square(2, 3), **kwargs, optimizers=[adam])
 
 
-def test_units_nest_at_any_depth():
-    assert_on_ranks(train_deep, 2)
-
-
-def nest_in_a_plain_parent() -> list[str]:
-    torch.manual_seed(6)
-    return Beside(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), ["0", "1"], mean_square(4, 3)).differences()
-
-
+@pytest.mark.ranks(2)
 def test_units_without_a_unit_around_them_train_too():
-    assert_on_ranks(nest_in_a_plain_parent, 2)
+    torch.manual_seed(6)
+    assert_trains_as_plain(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), ["0", "1"], mean_square(4, 3))
 
 
 def test_a_copy_of_the_model_is_left_alone():
@@ -518,7 +418,7 @@ def test_a_copy_of_the_model_is_left_alone():
     model = sharded(plain, ["0", ""])
     model(noise(2, 5)).sum().backward()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert differing_weights(plain, before) == []
+    assert_equal(plain, before)
 
 
 # Memory and attributes.
@@ -565,7 +465,8 @@ def test_buffers_and_ignored_parameters_over_one_memory():
         fully_shard(model)
 
 
-def see_attributes() -> None:
+@pytest.mark.ranks(1, 2)
+def test_attributes_stay_on_shards_and_full_parameters():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model[0].bias._no_weight_decay = True
@@ -581,50 +482,36 @@ def see_attributes() -> None:
     assert model[0].bias._no_weight_decay and model[1].weight._scale == 2
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_attributes_stay_on_shards_and_full_parameters(world):
-    assert_on_ranks(see_attributes, world)
-
-
 # Views of wider dtypes.
 
 
-class WiderViews(nn.Module):
-    """Parameters that the forward sees as complex numbers and as halves, behind ones of odd sizes."""
+@pytest.mark.ranks(1, 2, 3)
+def test_parameters_may_be_seen_as_wider_dtypes():
+    class WiderViews(nn.Module):
+        """Parameters that the forward sees as complex numbers and as halves, behind ones of odd sizes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.odd = nn.Parameter(torch.ones(3))
-        self.pair = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.0, 4.0]]))
-        self.ragged = nn.Parameter(torch.arange(5.0))
-        self.zero = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
-        self.packed = nn.Parameter(torch.arange(9.0).half().view(torch.uint8)[:17].clone(), requires_grad=False)
+        def __init__(self) -> None:
+            super().__init__()
+            self.odd = nn.Parameter(torch.ones(3))
+            self.pair = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.0, 4.0]]))
+            self.ragged = nn.Parameter(torch.arange(5.0))
+            self.zero = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+            self.packed = nn.Parameter(torch.arange(9.0).half().view(torch.uint8)[:17].clone(), requires_grad=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight = torch.view_as_complex(self.pair) * torch.view_as_complex(self.ragged[:4].view(2, 2)).sum()
-        scale = self.packed[:16].view(torch.float16).float().sum() + self.zero.sum()
-        return x * torch.view_as_real(weight).sum() * scale * self.odd.sum()
+        def forward(self, x: Tensor) -> Tensor:
+            weight = torch.view_as_complex(self.pair) * torch.view_as_complex(self.ragged[:4].view(2, 2)).sum()
+            scale = self.packed[:16].view(torch.float16).float().sum() + self.zero.sum()
+            return x * torch.view_as_real(weight).sum() * scale * self.odd.sum()
 
-
-def see_wider_views() -> list[str]:
     plain = WiderViews()
     model = fully_shard(copy.deepcopy(plain))
     for net in (plain, model):
         net(torch.ones(2)).sum().backward()  # Sums of small integers.
-    wrong = [
-        name
-        for name, param in model.named_parameters()
-        if local_tensor(param).numel() and local_tensor(param).data_ptr() % 16
-    ]
+    for name, param in model.named_parameters():
+        assert local_tensor(param).numel() == 0 or local_tensor(param).data_ptr() % 16 == 0, name
     for (name, param), (_, full) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         shard = shard_of(param)
-        if full.grad is not None and not torch.equal(
-            local_tensor(param.grad).reshape(-1), full.grad.reshape(-1)[shard.start : shard.stop]
-        ):
-            wrong.append(name)
-    return wrong
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_parameters_may_be_seen_as_wider_dtypes(world):
-    assert_on_ranks(see_wider_views, world)
+        assert not (
+            full.grad is not None
+            and not torch.equal(local_tensor(param.grad).reshape(-1), full.grad.reshape(-1)[shard.start : shard.stop])
+        ), name

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from scale_check.exact import gather_values
 from scale_core.errors import StepError
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
@@ -142,21 +143,18 @@ def odd_program(net: nn.Module, take: Callable[[Tensor], Tensor], no_sync: Calla
         optimizer.zero_grad()
 
 
-def train_oddly(seeds: range, reshard: bool) -> list[dict[str, Tensor]]:
+@pytest.mark.fault(105)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2)
+def test_forwards_without_a_backward_train_as_one_process(reshard: bool) -> None:
+    seeds = range(4)
     found = []
     for seed in seeds:
         net = build()
         shard(net, reshard)
         odd_program(net, own, net.no_sync, seed)
         found.append(full(net))
-    return found
-
-
-@pytest.mark.fault(105)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_programs_whose_forwards_have_no_backward_on_any_rank_train_as_one_process(reshard: bool) -> None:
-    seeds = range(4)
-    found = run_ranks(train_oddly, 2, seeds, reshard)
+    found = gather_values(found)
     for seed in seeds:
         plain = build()
         odd_program(plain, lambda whole: whole, nullcontext, seed)

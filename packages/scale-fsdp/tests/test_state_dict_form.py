@@ -3,64 +3,47 @@
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import sharded
-from fsdp_cases import differing_weights
+from fsdp_parity import sharded
 from test_fsdp_state_dict import Model
-from torch import Tensor, nn
+from torch import nn
 
+from scale_check.exact import assert_equal
 from scale_core.simulate import simulate
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, full_state_dict, fully_shard
 
 
-def choose_who_gets_it() -> list[str]:
+@pytest.mark.ranks(3)
+def test_a_state_dict_goes_where_it_was_asked_to_be():
     """In a world of three, whose ranks 1 and 2 share the model."""
+
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
-        return []
-    wrong, plain, first = [], Model(0), dist.get_rank() == 1
+        return
+    plain, first = Model(0), dist.get_rank() == 1
     form = {"state_dict_on_rank_0_only": True, "state_dict_device": "meta"}
     for kwargs in ({}, {"flatten_parameters": True}):
         model = sharded(plain, ["body.0", "embed"], group, **kwargs)
         model = FullyShardedDataParallel(model, group, **kwargs, **form)
         state = model.state_dict()
-        if list(state) != (list(plain.state_dict()) if first else []):
-            wrong.append(f"names {list(state)}")
-        if not all(tensor.is_meta for tensor in state.values()):
-            wrong.append("on another device")
+        assert list(state) == (list(plain.state_dict()) if first else [])
+        assert all(tensor.is_meta for tensor in state.values()), "on another device"
         # A unit inside has its own form, and the call's comes before that of the module.
-        wrong += differing_weights(model.body, plain.body)
+        assert_equal(model.body, plain.body)
         whole = full_state_dict(model, rank_0_only=True, device="cpu")
-        if not first and whole:
-            wrong.append(f"{list(whole)} on the second rank")
-        wrong += differing_weights(_Given(whole), plain if first else {})
-        wrong += differing_weights(_Given(full_state_dict(model)), plain)
+        assert first or not whole, f"{list(whole)} on the second rank"
+        assert_equal(whole, plain if first else {})
+        assert_equal(full_state_dict(model), plain)
         parent = nn.ModuleDict({"model": model, "other": nn.Linear(2, 2)})
         expected = [f"model.{name}" for name in plain.state_dict()] if first else []
         around = list(parent.state_dict())
-        if around != [*expected, "other.weight", "other.bias"]:
-            wrong.append(f"in a plain parent: {around}")
-        if list(full_state_dict(parent, rank_0_only=True)) != (around if first else []):
-            wrong.append("of a plain parent on one rank alone")
+        assert around == [*expected, "other.weight", "other.bias"], f"in a plain parent: {around}"
+        assert list(full_state_dict(parent, rank_0_only=True)) == (around if first else [])
         filled = {"before": torch.zeros(1)}
         model.state_dict(destination=filled, prefix="a.")
-        if list(filled) != ["before", *(f"a.{name}" for name in state)]:
-            wrong.append(f"a given destination: {list(filled)}")
-    return wrong
+        assert list(filled) == ["before", *(f"a.{name}" for name in state)], f"a given destination: {list(filled)}"
 
 
-class _Given:
-    """A state dict that was made already."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        self.state_dict = lambda: state
-
-
-def test_a_state_dict_goes_where_it_was_asked_to_be():
-    assert not any(run_ranks(choose_who_gets_it, 3))
-
-
-def test_what_is_wrong_with_its_form_is_said_when_the_module_is_sharded():
+def test_a_wrong_form_of_the_state_is_refused_at_sharding():
     with pytest.raises(TypeError, match="state_dict_on_rank_0_only: expected True or False, got 'yes'"):
         FullyShardedDataParallel(nn.Linear(2, 2), state_dict_on_rank_0_only="yes")
     with pytest.raises(RuntimeError, match="nowhere"):
@@ -83,7 +66,7 @@ def layers_on_the_stand_in() -> nn.Module:
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_unit_at_a_time_is_whole_and_only_rank_0_keeps_copies(rank):
+def test_one_unit_at_a_time_is_full_and_rank_0_keeps_copies(rank):
     with simulate(rank, WORLD, device="sim") as simulation:
         model = layers_on_the_stand_in()
         shards = (LAYERS + 2) * BYTES // WORLD

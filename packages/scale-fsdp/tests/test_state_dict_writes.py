@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_beside import sharded
-from fsdp_cases import differing_weights
+from fsdp_parity import sharded
 from test_fsdp_state_dict import TOKENS, WAYS, Model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from scale_check.exact import assert_equal
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, full_state_dict, fully_shard
 
@@ -65,34 +65,29 @@ CHANGES = [average_by_operators, average_by_copies, average_by_lists, load_what_
 OPTIONS = [{}, {"flatten_parameters": True}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}]
 
 
+@pytest.mark.ranks(1, 2, 3)
 @torch.no_grad()
-def changed_as_plain() -> list[str]:
-    wrong = []
+def test_averages_and_partial_loads_are_those_of_plain_pytorch():
     for way, units in WAYS.items():
         for options in OPTIONS:
             for change in CHANGES:
                 plain, average = Model(1), sharded(Model(1), units, **options)
                 change(plain, Model(2))
                 change(average, sharded(Model(2), units, **options))
-                wrong += [f"{change.__name__}, {way}, {options}: {line}" for line in differing_weights(average, plain)]
-    return wrong
+                assert_equal(average, plain, f"{change.__name__}, {way}, {options}")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_averages_and_partial_loads_are_those_of_plain_pytorch(world):
-    assert not any(run_ranks(changed_as_plain, world))
-
-
-def other_forms() -> list[str]:
+@pytest.mark.ranks(4)
+def test_converted_and_twice_divided_parameters_are_written_to():
     """Copies on a device that was asked for, buffers that the policy has cast, and layers of another axis."""
-    plain, wrong = Model(1).double(), []
+    plain = Model(1).double()
     options = {"state_dict_device": "cpu", "buffer_dtype": torch.float32}
     model = FullyShardedDataParallel(copy.deepcopy(plain), **options)
     with torch.no_grad():
         for changed in (plain, model):
             for value in changed.state_dict().values():
                 value.mul_(2)
-    wrong += differing_weights(model, plain)
+    assert_equal(model, plain)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     layers = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 5)).double()
     divided = parallelize_module(copy.deepcopy(layers), mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -101,58 +96,42 @@ def other_forms() -> list[str]:
         for changed in (layers, divided):
             for value in changed.state_dict().values():
                 value[1:].mul_(2)
-    return wrong + differing_weights(divided, layers)
+    assert_equal(divided, layers)
 
 
-def test_converted_and_twice_divided_parameters_are_written_to():
-    assert not any(run_ranks(other_forms, 4))
+def refused(text: str) -> Any:
+    return pytest.raises(RuntimeError, match=re.escape(text))
 
 
-@contextmanager
-def expected(text: str, wrong: list[str]) -> Iterator[None]:
-    try:
-        yield
-        wrong.append(f"no error: {text}")
-    except RuntimeError as error:
-        if text not in str(error):
-            wrong.append(str(error))
-
-
-def kept_gathered() -> list[str]:
+@pytest.mark.ranks(2)
+def test_old_values_are_neither_used_nor_written_back():
     """The forward after a write computes with what was written, and what can't be written raises."""
-    wrong: list[str] = []
     plain = Model(1).eval()
     model = fully_shard(copy.deepcopy(plain), reshard_after_forward=False).eval()
     model(TOKENS)
     with torch.no_grad():
         for changed in (plain, model):
             changed.state_dict()["body.0.weight"].mul_(2)
-    if not torch.equal(model(TOKENS), plain(TOKENS)):
-        wrong.append("a forward with old values")
+    assert torch.equal(model(TOKENS), plain(TOKENS))
     model.reshard()
     optimizer, state = torch.optim.SGD(model.parameters(), lr=1.0, fused=True), model.state_dict()
     model(TOKENS).sum().backward()
-    with expected("the parameters of the root unit are in use", wrong):
+    with refused("the parameters of the root unit are in use"):
         model.unshard()
         state["body.0.weight"].zero_()
     model.reshard()
     optimizer.step()
-    with expected("of a state dict was written to, but the model has other values now", wrong):
+    with refused("of a state dict was written to, but the model has other values now"):
         for values in state.values():  # Which of them this rank has elements of depends on the layout.
             values.zero_()
     state = model.state_dict()
     model.double()
-    with expected("other values now", wrong):
+    with refused("other values now"):
         state["embed.weight"].zero_()
-    return wrong
 
 
-def test_old_values_are_neither_used_nor_written_back():
-    assert not any(run_ranks(kept_gathered, 2))
-
-
-def summoned() -> list[str]:
-    wrong: list[str] = []
+@pytest.mark.ranks(2)
+def test_inside_summon_the_state_is_that_of_the_parameters():
     for options in OPTIONS:
         plain, model = Model(1), sharded(Model(1), WAYS["units"], **options)
         with torch.no_grad(), model.summon_full_params():
@@ -162,72 +141,60 @@ def summoned() -> list[str]:
                 state["embed.weight"].add_(1)
                 state["body.0.bias"][0] = 5
                 changed.body.state_dict()["2.weight"].zero_()
-            wrong += differing_weights(model, plain)
+            assert_equal(model, plain)
             copies = full_state_dict(model)
             copies["embed.weight"].zero_()
-        wrong += differing_weights(model, plain)
-        with expected("summon_full_params() is over", wrong):
+        assert_equal(model, plain)
+        with refused("summon_full_params() is over"):
             state["body.2.weight"].zero_()
         with torch.no_grad(), model.summon_full_params(volatile=True):
             model.state_dict()["embed.weight"].zero_()
-        wrong += differing_weights(model, plain)
-    return wrong
+        assert_equal(model, plain)
 
 
-def test_inside_summon_full_params_the_state_is_that_of_the_parameters():
-    assert not any(run_ranks(summoned, 2))
-
-
-def copies() -> list[str]:
+@pytest.mark.ranks(2)
+def test_copies_do_not_write_to_the_model():
     """What is asked for as a copy does not write, and a copy on one rank alone can't."""
-    wrong: list[str] = []
     plain, model = Model(1), sharded(Model(1), WAYS["units"])
     for state in (full_state_dict(model), get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))):
-        wrong += [f"{name}: {type(value)}" for name, value in state.items() if type(value) is not Tensor]
+        assert {type(value) for value in state.values()} == {Tensor}
         for name in ("embed.weight", "body.0.bias"):
             state[name].zero_()
     full_state_dict(model)["scale"].zero_()
-    wrong += differing_weights(model, plain)
+    assert_equal(model, plain)
     model = FullyShardedDataParallel(Model(1), state_dict_on_rank_0_only=True)
     state = model.state_dict()
     if dist.get_rank() == 0:
-        with expected("only rank 0 has this state dict", wrong):
+        with refused("only rank 0 has this state dict"):
             state["embed.weight"].zero_()
-    return wrong + differing_weights(copy.deepcopy(model), plain if dist.get_rank() == 0 else {})
+    assert_equal(copy.deepcopy(model), plain if dist.get_rank() == 0 else {})
 
 
-def test_copies_do_not_write_to_the_model():
-    assert not any(run_ranks(copies, 2))
-
-
-def loaded_in_place(folder: str) -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_checkpoint_of_torch_loads_into_the_state_in_place(tmp_path: Path):
     """`torch.distributed.checkpoint` writes to the tensors that it is given."""
+    folder = str(tmp_path)
     dcp.save({"model": sharded(Model(2), WAYS["units"]).state_dict()}, checkpoint_id=folder)
     model = sharded(Model(1), WAYS["units"])
     dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
-    return differing_weights(model, Model(2))
+    assert_equal(model, Model(2))
 
 
-def test_a_checkpoint_of_torch_loads_into_the_state_in_place(tmp_path: Path):
-    assert not any(run_ranks(loaded_in_place, 2, str(tmp_path)))
-
-
-def saved(folder: str) -> list[str]:
+def saved(folder: str) -> None:
     plain, model = Model(1), sharded(Model(1), WAYS["units"])
     path = f"{folder}/{dist.get_rank()}.pt"
     torch.save(model.state_dict(), path)
     loaded = torch.load(path, weights_only=True)
-    wrong = [f"{name}: {type(value)}" for name, value in loaded.items() if type(value) is not Tensor]
-    if loaded["embed.weight"].data_ptr() != loaded["head.weight"].data_ptr():
-        wrong.append("a tied parameter was saved twice")
-    wrong += differing_weights(model, loaded)
+    assert not [f"{name}: {type(value)}" for name, value in loaded.items() if type(value) is not Tensor]
+    assert loaded["embed.weight"].data_ptr() == loaded["head.weight"].data_ptr(), "a tied parameter was saved twice"
+    assert_equal(model, loaded)
     kept = {name: value.clone() for name, value in model.state_dict().items()}
     copied = copy.deepcopy(model.state_dict())
     for value in (*kept.values(), *copied.values()):
         value.zero_()
-    return wrong + differing_weights(model, plain)
+    assert_equal(model, plain)
 
 
 def test_files_and_copies_of_a_state_are_plain():
     with tempfile.TemporaryDirectory() as folder:
-        assert not any(run_ranks(saved, 2, folder))
+        run_ranks(saved, 2, folder)

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from state_cases import WRAPPINGS, Awkward, Differences, Layout, train, two_groups
+from state_cases import WRAPPINGS, Awkward, Layout, train, two_groups
 from torch import nn
 from torch.optim import Optimizer
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import Group
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
 from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.state_dict.optimizer import _contract_of
@@ -38,25 +38,22 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def whole_or_two(model: nn.Module, flatten: bool) -> Any:
-    """One group where the model is compared with a flat one, else two."""
-    return [p for group in two_groups(model) for p in group["params"]] if flatten else two_groups(model)
+@pytest.mark.ranks(1, 2)
+def test_every_optimizer_is_gathered_and_loaded_anywhere() -> None:
+    def with_other_options(optimizer: Optimizer) -> Optimizer:
+        for group in optimizer.param_groups:
+            group["betas" if "betas" in group else "weight_decay"] = (0.5, 0.5) if "betas" in group else 0.25
+        return optimizer
 
+    def by_name(full: dict[str, Any]) -> dict[str, Any]:
+        """The state in an order that does not depend on that of the optimizer's parameters."""
+        groups = [{**group, "params": sorted(group["params"])} for group in full["param_groups"]]
+        return {**full, "param_groups": groups}
 
-def by_name(full: dict[str, Any]) -> dict[str, Any]:
-    """The state in an order that does not depend on that of the optimizer's parameters."""
-    groups = [{**group, "params": sorted(group["params"])} for group in full["param_groups"]]
-    return {**full, "param_groups": groups}
+    def whole_or_two(model: nn.Module, flatten: bool) -> Any:
+        """One group where the model is compared with a flat one, else two."""
+        return [p for group in two_groups(model) for p in group["params"]] if flatten else two_groups(model)
 
-
-def with_other_options(optimizer: Optimizer) -> Optimizer:
-    for group in optimizer.param_groups:
-        group["betas" if "betas" in group else "weight_decay"] = (0.5, 0.5) if "betas" in group else 0.25
-    return optimizer
-
-
-def gather_and_load() -> list[str]:
-    found = Differences()
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
         flatten = number % 3 == 0
         wrapping = list(WRAPPINGS)[number % len(WRAPPINGS)]
@@ -69,41 +66,35 @@ def gather_and_load() -> list[str]:
         assert expected is not None and full is not None
         # A fused kernel rounds the last elements of a range, which fill no vector, in another way.
         if "fused" not in name:
-            found.compare(f"{name}: gathered", by_name(full), by_name(expected))
+            assert_equal(by_name(full), by_name(expected), f"{name}: gathered")
         before = copy.deepcopy(full)
         into_plain = make(whole_or_two(plain, flatten))
         into_plain.load_state_dict(shard_optim_state_dict(full, plain, into_plain))
-        found.compare(f"{name}: in a plain one", by_name(full_optim_state_dict(plain, into_plain) or {}), by_name(full))
+        assert_equal(by_name(full_optim_state_dict(plain, into_plain) or {}), by_name(full), f"{name}: in a plain one")
         other = Layout(wrapping="units", atom="element").shard(Awkward())
         into_other = with_other_options(make(whole_or_two(other, flatten)))
         into_other.load_state_dict(shard_optim_state_dict(full, other, into_other))
         again = full_optim_state_dict(other, into_other, recipient_rank=None)
-        found.compare(f"{name}: under another wrapping", by_name(again or {}), by_name(full))
+        assert_equal(by_name(again or {}), by_name(full), f"{name}: under another wrapping")
         train(other, into_other, steps=1)
-        found.compare(f"{name}: what was given", full, before)
-    return found.found
+        assert_equal(full, before, f"{name}: what was given")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_every_optimizer_is_gathered_as_the_plain_one_and_loaded_anywhere(world: int) -> None:
-    assert not [line for wrong in run_ranks(gather_and_load, world) for line in wrong]
+@pytest.mark.ranks(2)
+def test_a_framework_s_own_optimizer_is_gathered_and_cut() -> None:
+    class Wrapper:
+        """An optimizer of a framework's own, which has the names that are asked for and no more."""
 
+        def __init__(self, optimizer: Optimizer) -> None:
+            self.optimizer = optimizer
 
-class Wrapper:
-    """An optimizer of a framework's own, which has the names that are asked for and no more."""
+        @property
+        def param_groups(self) -> Any:
+            return self.optimizer.param_groups
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        def state_dict(self) -> dict[str, Any]:
+            return {**self.optimizer.state_dict(), "loss_scale": 128.0}
 
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.optimizer.state_dict(), "loss_scale": 128.0}
-
-
-def ask_with_a_frameworks_optimizer() -> list[Any]:
     model = FullyShardedDataParallel(Awkward(), flatten_parameters=dist.get_world_size() == 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     train(model, optimizer)
@@ -114,29 +105,18 @@ def ask_with_a_frameworks_optimizer() -> list[Any]:
     assert loaded.pop("loss_scale") == 128.0
     fresh = torch.optim.Adam(model.parameters(), lr=0.5)
     fresh.load_state_dict(loaded)
-    found = Differences()
-    for param, values in optimizer.state.items():
-        found.compare("state", fresh.state[param], values)
-    found.compare("groups", fresh.state_dict()["param_groups"], optimizer.state_dict()["param_groups"])
+    assert_equal(fresh, optimizer)
     optimizer.step()  # without gradients; what was gathered stays as it was
-    messages = []
-    for attempt in (
-        lambda: shard_optim_state_dict(on_one, model),
-        lambda: full_optim_state_dict(model, optimizer, recipient_rank=2),
+    if dist.get_rank() == 0:
+        with pytest.raises(TypeError, match="load the saved file on every rank, or gather it with recipient_rank=None"):
+            shard_optim_state_dict(on_one, model)
+    else:
+        assert sorted(on_one) == ["loss_scale", "param_groups", "state"]
+        shard_optim_state_dict(on_one, model)
+    with pytest.raises(
+        ValueError, match=r"^recipient_rank: expected one of the model's ranks, 0 to 1, or None for all .*2$"
     ):
-        try:
-            attempt()
-        except (TypeError, ValueError) as error:
-            messages.append(str(error))
-    return [None if on_one is None else sorted(on_one), messages, found.found]
-
-
-def test_a_framework_s_own_optimizer_is_gathered_and_cut() -> None:
-    first, second = run_ranks(ask_with_a_frameworks_optimizer, 2)
-    assert first[0] is None and second[0] == ["loss_scale", "param_groups", "state"]
-    assert "load the saved file on every rank, or gather it with recipient_rank=None" in first[1][0]
-    assert second[1] == ["recipient_rank: expected one of the model's ranks, 0 to 1, or None for all of them, got 2"]
-    assert not first[2] and not second[2]
+        full_optim_state_dict(model, optimizer, recipient_rank=2)
 
 
 def trained(flatten: bool = False, **options: Any) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
@@ -148,23 +128,19 @@ def trained(flatten: bool = False, **options: Any) -> tuple[nn.Module, Optimizer
     return model, optimizer, full
 
 
-def test_without_an_optimizer_parameters_come_in_the_order_in_which_they_were_saved() -> None:
+def test_without_an_optimizer_parameters_keep_the_saved_order() -> None:
     model, optimizer, full = trained()
     loaded = shard_optim_state_dict(full, model)
     expected = optimizer.state_dict()
-    found = Differences()
-    found.compare("numbers", [group["params"] for group in loaded["param_groups"]], [[0, 1, 2, 3], [4, 5, 6, 7, 8]])
-    found.compare("state", loaded["state"], expected["state"])
-    assert not found.found
+    assert_equal([group["params"] for group in loaded["param_groups"]], [[0, 1, 2, 3], [4, 5, 6, 7, 8]], "numbers")
+    assert_equal(loaded["state"], expected["state"], "state")
     turned = torch.optim.Adam(reversed([*model.parameters()]), lr=0.1)
     train(model, turned, steps=1)
     full = full_optim_state_dict(model, turned)
     assert full is not None
-    found.compare("in another order", shard_optim_state_dict(full, model)["state"], turned.state_dict()["state"])
-    assert not found.found
+    assert_equal(shard_optim_state_dict(full, model)["state"], turned.state_dict()["state"], "in another order")
     flat, flat_optimizer, full = trained(flatten=True)
-    found.compare("flat", shard_optim_state_dict(full, flat)["state"], flat_optimizer.state_dict()["state"])
-    assert not found.found
+    assert_equal(shard_optim_state_dict(full, flat)["state"], flat_optimizer.state_dict()["state"], "flat")
     assert full["param_groups"][0]["params"] == [n for n, p in Awkward().named_parameters() if p.requires_grad]
 
 
@@ -173,9 +149,7 @@ def test_a_loaded_optimizer_shares_no_memory_with_the_state() -> None:
     before = copy.deepcopy(full)
     optimizer.load_state_dict(shard_optim_state_dict(full, model, optimizer))
     train(model, optimizer, steps=1)
-    found = Differences()
-    found.compare("full", full, before)
-    assert not found.found
+    assert_equal(full, before, "full")
 
 
 def test_frozen_parameters_are_in_the_groups_and_have_no_state() -> None:
@@ -222,7 +196,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name(message: str) -> None:
         shard_optim_state_dict(full, model, optimizer)
 
 
-def test_what_is_no_state_by_name_is_refused_with_the_way_to_make_it_one() -> None:
+def test_what_is_no_state_by_name_is_refused() -> None:
     model, optimizer, full = trained()
     with pytest.raises(ValueError, match=r"by numbers, .*full_optim_state_dict\(plain_model, plain_optimizer\)"):
         shard_optim_state_dict(optimizer.state_dict(), model, optimizer)
@@ -274,7 +248,7 @@ def test_groups_of_named_parameters_keep_their_own_names() -> None:
     assert into_plain.param_groups[0]["param_names"] == [name for name, _ in plain.named_parameters()]
 
 
-def test_after_a_move_a_failure_is_told_by_the_ranks_that_there_are_now() -> None:
+def test_after_a_move_the_contract_is_that_of_the_new_ranks() -> None:
     model = fully_shard(nn.Linear(2, 2), limit_seconds=7.0)
     model(torch.ones(1, 2))
     before = unit_of(model).root.contract
@@ -292,7 +266,7 @@ def test_what_could_not_be_sharded_again_by_name_is_refused(value: Any, kind: st
         full_optim_state_dict(model, optimizer)
 
 
-def test_a_parameter_that_its_layer_divides_outside_of_any_unit_is_refused() -> None:
+def test_a_parameter_divided_outside_of_any_unit_is_refused() -> None:
     model = nn.Linear(2, 2, bias=False)
     axis = Axis(Group(rank=0, size=2), Placement.SHARD)
     set_shard(model.weight, Shard("weight", (4, 2), 0, 4, (axis,), gathered=False))

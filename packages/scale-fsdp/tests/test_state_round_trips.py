@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from state_cases import Awkward, Differences, Layout, fill, layouts, train, two_groups
+from state_cases import Awkward, Layout, fill, layouts, train, two_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target
-from scale_core.testing import run_ranks
 from scale_fsdp import consolidate_local_state_dicts, full_optim_state_dict, shard_optim_state_dict
 
 WORLD = 3
@@ -62,14 +62,12 @@ class Side:
         self.model.load_state_dict(weights)
         self.optimizer.load_state_dict(shard_optim_state_dict(full, self.model, self.optimizer))
 
-    def differences(self, weights: dict[str, Any], full: dict[str, Any]) -> list[str]:
-        found = Differences()
-        found.compare("weights", dict(self.model.state_dict()), dict(weights))
+    def assert_has(self, weights: dict[str, Any], full: dict[str, Any], what: str) -> None:
+        assert_equal(self.model, weights, what)
         state = full_optim_state_dict(self.model, self.optimizer, recipient_rank=None)
         assert state is not None
-        found.compare("state", state["state"], full["state"])
-        found.compare("groups", grouped(state), grouped(full))
-        return found.found
+        assert_equal(state["state"], full["state"], what)
+        assert_equal(grouped(state), grouped(full), what)
 
 
 def grouped(full: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,9 +83,7 @@ def by_full_tensors(old: Side, new: Side, folder: Path) -> None:
     if new.takes_part:
         before = copy.deepcopy(told[1])
         new.load(*told)
-        unchanged = Differences()
-        unchanged.compare("the argument", told[1], before)
-        assert not unchanged.found, unchanged.found
+        assert_equal(told[1], before, "the argument")
 
 
 def by_torchs_checkpoint(old: Side, new: Side, folder: Path) -> None:
@@ -126,10 +122,9 @@ def by_local_states(old: Side, new: Side, folder: Path) -> None:
 WAYS = [by_full_tensors, by_torchs_checkpoint, by_a_snapshot, by_local_states]
 
 
-def go_round(folder: str, pairs: int, seed: int) -> list[str]:
+def go_round(folder: str, pairs: int, seed: int) -> None:
     groups = {size: dist.new_group(list(range(size))) for size in range(1, WORLD + 1)}
     olds, news = layouts(range(1, WORLD + 1), seed), layouts(range(1, WORLD + 1), seed + 1)
-    wrong = []
     for number, (old_layout, new_layout) in enumerate(islice(zip(olds, news, strict=False), pairs)):
         kind = list(OPTIMIZERS)[number % len(OPTIMIZERS)]
         # torch's own load_state_dict rounds NAdam's product to the parameter's dtype, on plain models as well.
@@ -142,55 +137,49 @@ def go_round(folder: str, pairs: int, seed: int) -> list[str]:
             old.load(weights, full)
         way(old, new, Path(folder) / f"{seed}-{number}")
         if new.takes_part:
-            found = new.differences(weights, full)
-            wrong += [f"{way.__name__}, {kind}, {dtype}, {old_layout} -> {new_layout}: {line}" for line in found]
+            new.assert_has(weights, full, f"{way.__name__}, {kind}, {dtype}, {old_layout} -> {new_layout}")
         dist.barrier()
-    return wrong
 
 
 @pytest.mark.parametrize("seed", [0])
+@pytest.mark.ranks(WORLD)
 def test_save_and_load_under_random_layouts_is_bitwise_equal(tmp_path: Path, seed: int) -> None:
-    assert not [line for wrong in run_ranks(go_round, WORLD, str(tmp_path), 24, seed) for line in wrong]
+    go_round(str(tmp_path), 24, seed)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_save_and_load_under_many_random_layouts_is_bitwise_equal(tmp_path: Path, seed: int) -> None:
-    assert not [line for wrong in run_ranks(go_round, WORLD, str(tmp_path), 200, seed) for line in wrong]
+@pytest.mark.ranks(WORLD)
+def test_save_and_load_under_many_layouts_is_bitwise_equal(tmp_path: Path, seed: int) -> None:
+    go_round(str(tmp_path), 200, seed)
 
 
-def share_between_copies(folder: str) -> list[str]:
+@pytest.mark.ranks(4)
+def test_copies_of_the_model_count_once(tmp_path: Path) -> None:
     """Two copies of the model, each cut between two ranks."""
+    folder = str(tmp_path)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
-    wrong = []
     for flatten in (False, True):
         weights, full = original(7, "adamw", torch.float32, in_two=False)
         model = Layout(wrapping="units", flatten=flatten).shard(Awkward(99), mesh)
         optimizer = make("adamw", model, in_two=False)
         model.load_state_dict(weights)
         optimizer.load_state_dict(shard_optim_state_dict(full, model, optimizer))
-        found = Differences()
-        found.compare("weights", dict(model.state_dict()), dict(weights))
+        assert_equal(dict(model.state_dict()), dict(weights), "weights")
         state = full_optim_state_dict(model, optimizer, recipient_rank=3)
-        found.compare("who got it", state is None, dist.get_rank() != 3)
+        assert_equal(state is None, dist.get_rank() != 3, "who got it")
         if state is not None:
-            found.compare("state", state["state"], full["state"])
+            assert_equal(state["state"], full["state"], "state")
         told: list[Any] = [None] * 4
         dist.all_gather_object(told, model.local_state_dict())
         whole = consolidate_local_state_dicts(told)
-        found.compare("consolidated", whole, dict(weights))
+        assert_equal(whole, dict(weights), "consolidated")
         dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=f"{folder}/{flatten}")
         flat = Layout().shard(Awkward(98))
         into = make("adamw", flat, in_two=False)
         target = dcp_target(f"{folder}/{flatten}", flat, into)
         dcp.load(target, checkpoint_id=f"{folder}/{flatten}")
         load_sharded_state_dict(target, flat, into, copy=False)
-        found.compare("loaded", dict(flat.state_dict()), dict(weights))
+        assert_equal(dict(flat.state_dict()), dict(weights), "loaded")
         again = full_optim_state_dict(flat, into, recipient_rank=None)
-        found.compare("loaded state", (again or {})["state"], full["state"])
-        wrong += found.found
-    return wrong
-
-
-def test_copies_of_the_model_count_once(tmp_path: Path) -> None:
-    assert not [line for wrong in run_ranks(share_between_copies, 4, str(tmp_path)) for line in wrong]
+        assert_equal((again or {})["state"], full["state"], "loaded state")

@@ -13,12 +13,16 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 
 
-def seen_by_hooks(scheduled: bool) -> list[str]:
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.ranks(2)
+def test_hooks_see_full_tensors_once_in_each_step(scheduled: bool) -> None:
     """Each call of a hook, and what it sees of a weight, of its gradient and of its state."""
+    two, three = "[[3, 5], [3, 5]]", "[[3, 5], [3, 5], [3, 5]]"
+    first = ["wrapper", f"everywhere {two}", f"before {two}", f"after {three}"]
+    later = ["wrapper", f"everywhere {three}", f"before {three}", f"after {three}"]
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(5, 3, bias=False).double())
     optimizer = Adam(model.parameters(), lr=0.1)
@@ -53,13 +57,4 @@ def seen_by_hooks(scheduled: bool) -> list[str]:
                 scheduler.step()
             optimizer.zero_grad()
     everywhere.remove()
-    return seen
-
-
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_hooks_see_full_tensors_once_in_each_step(scheduled: bool) -> None:
-    two, three = "[[3, 5], [3, 5]]", "[[3, 5], [3, 5], [3, 5]]"
-    first = ["wrapper", f"everywhere {two}", f"before {two}", f"after {three}"]
-    later = ["wrapper", f"everywhere {three}", f"before {three}", f"after {three}"]
-    for seen in run_ranks(seen_by_hooks, 2, scheduled):
-        assert seen == [*first, *later, *later]
+    assert seen == [*first, *later, *later]

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adam, Optimizer
 
 from scale_core import ContractError
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
+
+Steps = Callable[[nn.Module, int], Callable[[int], object]]  # How a rank steps after each pass, by its number
 
 
 def model(**options: Any) -> nn.Sequential:
@@ -104,9 +105,6 @@ def frozen_alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
     return step
 
 
-DIFFERENT = [other_rates, other_kinds, other_numbers, by_turns, one_alone]
-
-
 def of_present_parts(layers: nn.Module, rank: int) -> Callable[[int], object]:
     """Each rank has an optimizer for the parameters of which it has elements, with a rate for each size."""
     present = [{"params": [param], "lr": 0.01 * param.ndim} for param in layers.parameters() if param.numel()]
@@ -134,69 +132,61 @@ def alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
     return step
 
 
-def outcomes() -> dict[str, str]:
-    rank = dist.get_rank()
-    said = {}
-    for build in (*DIFFERENT, without_memory, frozen_on_one_rank, frozen_alike, alike):
-        layers = model()
-        said[build.__name__] = train(build(layers, rank), layers)
-    for kind in ("element", "parameter"):
-        layers = model(atom=kind)
-        said[f"present {kind}"] = train(of_present_parts(layers, rank), layers)
-    small = nn.Sequential(nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)).double()
-    fully_shard(small, atom="parameter")  # Each rank has one of the parameters.
-    said["disjoint"] = train(other_rates(small, rank), small)
-    return said
-
-
-@pytest.fixture(scope="module")
-def said() -> list[dict[str, str]]:
-    return run_ranks(outcomes, 2)
-
-
 @pytest.mark.fault(101)
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("steps", "expected"),
     [
-        ("other_rates", "3: step 4: .*rank 0: SGD with lr=0.1; rank 1: SGD with lr=0.05"),
-        ("other_kinds", "1: step 2: .*rank 0: SGD with .*; rank 1: Adam with"),
-        ("other_numbers", "2: step 3: .*rank 0: SGD; rank 1: 2 steps, SGD, SGD"),
-        ("by_turns", "1: step 2: .*rank 0: SGD; rank 1: no step"),
-        ("one_alone", "1: step 2: .*rank 0: SGD; rank 1: no step"),
-        ("without_memory", "2: step 3: .*rank 0: SGD; rank 1: no step.*Then go back to the last checkpoint"),
+        (other_rates, "3: step 4: .*rank 0: SGD with lr=0.1; rank 1: SGD with lr=0.05"),
+        (other_kinds, "1: step 2: .*rank 0: SGD with .*; rank 1: Adam with"),
+        (other_numbers, "2: step 3: .*rank 0: SGD; rank 1: 2 steps, SGD, SGD"),
+        (by_turns, "1: step 2: .*rank 0: SGD; rank 1: no step"),
+        (one_alone, "1: step 2: .*rank 0: SGD; rank 1: no step"),
+        (without_memory, "2: step 3: .*rank 0: SGD; rank 1: no step.*Then go back to the last checkpoint"),
     ],
 )
-def test_steps_that_differ_raise_one_pass_later(name: str, expected: str, said: list[dict[str, str]]) -> None:
-    for outcome in said:
-        assert re.search(expected, outcome[name]), outcome[name]
-        assert "the ranks have stepped differently on '2.weight' since they last compared" in outcome[name]
+@pytest.mark.ranks(2)
+def test_steps_that_differ_raise_one_pass_later(steps: Steps, expected: str) -> None:
+    layers = model()
+    outcome = train(steps(layers, dist.get_rank()), layers)
+    assert re.search(expected, outcome), outcome
+    assert "the ranks have stepped differently on '2.weight' since they last compared" in outcome
 
 
-def test_parts_without_a_common_parameter_are_compared_too(said: list[dict[str, str]]) -> None:
-    for outcome in said:
-        assert (
-            "on their parts of the model" in outcome["disjoint"] and "rank 1: SGD with lr=0.05" in outcome["disjoint"]
-        )
+@pytest.mark.ranks(2)
+def test_parts_without_a_common_parameter_are_compared_too() -> None:
+    small = nn.Sequential(nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)).double()
+    fully_shard(small, atom="parameter")  # Each rank has one of the parameters.
+    outcome = train(other_rates(small, dist.get_rank()), small)
+    assert "on their parts of the model" in outcome and "rank 1: SGD with lr=0.05" in outcome
 
 
 @pytest.mark.fault(97)
-def test_a_parameter_that_is_frozen_on_one_rank_raises_in_the_next_pass(said: list[dict[str, str]]) -> None:
-    for outcome in said:
-        assert outcome["frozen_on_one_rank"].startswith(
-            "2: step 3: the ranks train different parameters: rank 0: as at first; rank 1: '2.bias' was frozen. Freeze"
-        )
+@pytest.mark.ranks(2)
+def test_a_parameter_frozen_on_one_rank_raises_in_the_next_pass() -> None:
+    layers = model()
+    outcome = train(frozen_on_one_rank(layers, dist.get_rank()), layers)
+    assert outcome.startswith(
+        "2: step 3: the ranks train different parameters: rank 0: as at first; rank 1: '2.bias' was frozen. Freeze"
+    )
 
 
-@pytest.mark.parametrize("name", ["alike", "frozen_alike", "present element", "present parameter"])
-def test_what_may_differ_is_left_alone(name: str, said: list[dict[str, str]]) -> None:
-    assert [outcome[name] for outcome in said] == ["nothing", "nothing"]
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [
+        (alike, {}),
+        (frozen_alike, {}),
+        (of_present_parts, {"atom": "element"}),
+        (of_present_parts, {"atom": "parameter"}),
+    ],
+)
+@pytest.mark.ranks(2)
+def test_what_may_differ_is_left_alone(steps: Steps, options: dict[str, Any]) -> None:
+    layers = model(**options)
+    assert train(steps(layers, dist.get_rank()), layers) == "nothing"
 
 
-def in_copies() -> str:
-    layers = model(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    return train(other_rates(layers, dist.get_rank() // 2), layers)
-
-
+@pytest.mark.ranks(4)
 def test_copies_that_step_differently_raise_too() -> None:
-    for outcome in run_ranks(in_copies, 4):
-        assert "ranks 0, 1: SGD with lr=0.1; ranks 2, 3: SGD with lr=0.05" in outcome
+    layers = model(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    outcome = train(other_rates(layers, dist.get_rank() // 2), layers)
+    assert "ranks 0, 1: SGD with lr=0.1; ranks 2, 3: SGD with lr=0.05" in outcome

@@ -4,13 +4,13 @@ import copy
 
 import pytest
 import torch
-from fsdp_cases import Case, Net, differing_weights, shard
+from fsdp_cases import Case, Net, shard
 from torch import nn
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.simulate import simulate
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_fsdp.runtime.unit import units_in
 
@@ -26,8 +26,8 @@ def init(module: nn.Module) -> None:
         nn.init.normal_(module.weight)
 
 
-def applied() -> list[str]:
-    wrong = []
+@pytest.mark.ranks(1, 2, 3)
+def test_weights_initialized_by_apply_are_the_plain_ones():
     for case in CASES:
         torch.manual_seed(1)
         plain = Net()
@@ -36,24 +36,16 @@ def applied() -> list[str]:
         plain.apply(init)
         torch.manual_seed(3 + group_of().rank)  # Rank 0 decides.
         kept = dict(model.named_parameters())
-        if model.apply(init) is not model:
-            wrong.append("apply() returns the model")
+        assert model.apply(init) is model, "apply() returns the model"
         plain.load_state_dict({n: t for n, t in model.state_dict().items() if "norm" in n}, strict=False)
-        wrong += [f"{case}: {line}" for line in differing_weights(model, plain)]
-        if any(param is not kept[name] for name, param in model.named_parameters()):
-            wrong.append(f"{case}: the parameters are other objects")
+        assert_equal(model, plain, f"{case}")
+        assert not any(param is not kept[name] for name, param in model.named_parameters())
         x = torch.arange(5).view(1, 5)
-        if case.precision == "fp32" and not torch.equal(model(x), plain(x)):
-            wrong.append(f"{case}: what was gathered is not up to date")
-    return wrong
+        assert not (case.precision == "fp32" and not torch.equal(model(x), plain(x)))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_weights_initialized_by_apply_are_those_of_the_plain_model_on_every_rank(world):
-    assert not any(run_ranks(applied, world))
-
-
-def failing() -> None:
+@pytest.mark.ranks(2)
+def test_a_function_that_fails_leaves_its_unit_as_it_was():
     model = shard(Case().build(), Case())
     before = model.state_dict()
 
@@ -65,24 +57,20 @@ def failing() -> None:
 
     with torch.no_grad(), pytest.raises(KeyError, match="head"):
         model.apply(fails)
-    assert not differing_weights(model.head, {"weight": before["head.weight"]})
+    assert_equal(model.head, {"weight": before["head.weight"]})
     with model.summon_full_params(), pytest.raises(RuntimeError, match="apply: the parameters of the root unit are in"):
         model.apply(init)
     model(torch.arange(5).view(1, 5)).sum().backward()
 
 
-def test_a_function_that_fails_leaves_its_unit_as_it_was():
-    run_ranks(failing, 2)
+@pytest.mark.ranks(2)
+def test_a_tied_parameter_is_whole_in_all_its_places():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(7, 3), nn.Linear(3, 7)
+            self.head.weight = self.embed.weight
 
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(7, 3), nn.Linear(3, 7)
-        self.head.weight = self.embed.weight
-
-
-def summon_tied() -> None:
     model = Tied()
     for module in (model.embed, model.head, model):
         fully_shard(module)
@@ -98,11 +86,8 @@ def summon_tied() -> None:
     assert torch.equal(model.state_dict()["embed.weight"], torch.full((7, 3), 5.0))
 
 
-def test_a_tied_parameter_is_whole_in_all_its_places():
-    run_ranks(summon_tied, 2)
-
-
-def summon_flat() -> None:
+@pytest.mark.ranks(2)
+def test_a_flat_parameter_is_not_listed_beside_the_whole_ones():
     """Inside, the module lists what the plain one does; afterwards the optimizer's flat parameter is where it was."""
     plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model = copy.deepcopy(plain)
@@ -120,11 +105,7 @@ def summon_flat() -> None:
     assert listed["Sequential"] == ["0.flat_param_0", "1.weight", "1.bias"]
     plain.load_state_dict(inside)
     assert list(inside) == list(plain.state_dict())
-    assert not differing_weights(model, plain)
-
-
-def test_a_flat_parameter_is_not_listed_beside_the_whole_ones():
-    run_ranks(summon_flat, 2)
+    assert_equal(model, plain)
 
 
 WIDTH, BLOCKS, WORLD = 256, 12, 4

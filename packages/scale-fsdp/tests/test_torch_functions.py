@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from state_cases import Awkward, Differences, Layout, train, two_groups
+from state_cases import Awkward, Layout, train, two_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from scale_check.exact import assert_equal
 from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
@@ -54,19 +54,10 @@ def plain() -> Pair:
     return model, optimizer
 
 
-def in_lists(full: dict[str, Any]) -> dict[str, Any]:
-    """torch's functions make lists of tuples on their way, of plain optimizers as well."""
-    return {**full, "param_groups": json.loads(json.dumps(full["param_groups"]))}
-
-
-def as_saved(state: dict[str, Any]) -> dict[str, Any]:
-    return in_lists({**state, "state": {name: dict(slots) for name, slots in state["state"].items()}})
-
-
 def full_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     full = full_optim_state_dict(model, optimizer, recipient_rank=None)
     assert full is not None
-    return in_lists(full)
+    return full
 
 
 def trained(layout: Layout, *, wrapper: bool = False) -> Pair:
@@ -75,19 +66,20 @@ def trained(layout: Layout, *, wrapper: bool = False) -> Pair:
     return pair
 
 
-def get_and_set_models() -> list[str]:
-    found, first = Differences(), dist.get_rank() == 0
+@pytest.mark.ranks(2)
+def test_of_models_torch_s_functions_get_and_set_the_plain_state() -> None:
+    first = dist.get_rank() == 0
     expected, other = dict(Awkward().state_dict()), dict(Awkward(3).state_dict())
     for wrapper in (False, True):
         model, _ = make(Layout(wrapping="units"), wrapper=wrapper)
-        found.compare("get", dict(get_model_state_dict(model)), expected)
-        found.compare("get full", dict(get_model_state_dict(model, options=FULL)), expected)
-        found.compare("get on rank 0", dict(get_model_state_dict(model, options=ON_RANK_0)), expected if first else {})
+        assert_equal(dict(get_model_state_dict(model)), expected, "get")
+        assert_equal(dict(get_model_state_dict(model, options=FULL)), expected, "get full")
+        assert_equal(dict(get_model_state_dict(model, options=ON_RANK_0)), expected if first else {}, "get on rank 0")
         for options in (None, FULL, FROM_RANK_0):
             given = copy.deepcopy(other) if first or options is not FROM_RANK_0 else {}
             result = set_model_state_dict(model, given, options=options)
-            found.compare("missing", result.missing_keys + result.unexpected_keys, [])
-            found.compare(f"set {options}", dict(model.state_dict()), other)
+            assert_equal(result.missing_keys + result.unexpected_keys, [], "missing")
+            assert_equal(dict(model.state_dict()), other, f"set {options}")
             model.load_state_dict(expected)
         lacking = copy.deepcopy(other)
         del lacking["body.0.weight"]
@@ -101,63 +93,48 @@ def get_and_set_models() -> list[str]:
             get_model_state_dict(flat, options=options)
     for options in (None, FULL):
         set_model_state_dict(flat, copy.deepcopy(other), options=options)
-        found.compare(f"set flat {options}", dict(flat.state_dict()), other)
+        assert_equal(dict(flat.state_dict()), other, f"set flat {options}")
         flat.load_state_dict(expected)
     model = FullyShardedDataParallel(Awkward(), state_dict_on_rank_0_only=True)
-    found.compare("form", dict(get_model_state_dict(model, options=ON_RANK_0)), expected if first else {})
-    return found.found
+    assert_equal(dict(get_model_state_dict(model, options=ON_RANK_0)), expected if first else {}, "form")
 
 
-def test_of_models_torch_s_functions_get_and_set_the_plain_state() -> None:
-    assert not [line for wrong in run_ranks(get_and_set_models, 2) for line in wrong]
-
-
-def refuse_another_range(model: nn.Module, optimizer: Optimizer) -> tuple[str, str]:
-    state = optimizer.state_dict()
-    shard = get_optimizer_state_dict(model, optimizer)["state"]["body.2.weight"]["exp_avg"]
-    number = [id(p) for group in optimizer.param_groups for p in group["params"]].index(id(model.body[2].weight))
-    state["state"][number]["exp_avg"] = LocalShard(shard.tensor, (40,), shard.start + 5, shard.stop + 5)
-    try:
-        optimizer.load_state_dict(state)
-    except ValueError as error:
-        return str(error).partition(":")[0], "optimizer state body.2.weight.exp_avg"
-    return "it was taken", ""
-
-
-def get_and_set_optimizers() -> list[str]:
-    found, first = Differences(), dist.get_rank() == 0
+@pytest.mark.ranks(2)
+def test_torch_s_functions_get_ranges_and_set_full_states() -> None:
+    first = dist.get_rank() == 0
     expected = full_of(*plain())
     for wrapper in (False, True):
         model, optimizer = trained(Layout(wrapping="units"), wrapper=wrapper)
         before = copy.deepcopy(optimizer.state_dict())
         state = get_optimizer_state_dict(model, optimizer)
-        found.compare("names", list(state["state"]), list(expected["state"]))
+        assert list(state["state"]) == list(expected["state"])
         for name, values in state["state"].items():
             shard, whole = values["exp_avg"], expected["state"][name]["exp_avg"]
             assert isinstance(shard, LocalShard)
-            found.compare(name, shard.tensor.view(-1), whole.view(-1)[shard.start : shard.stop])
-        found.compare("to everybody else", optimizer.state_dict(), before)
+            assert_equal(shard.tensor.view(-1), whole.view(-1)[shard.start : shard.stop], name)
+        assert_equal(optimizer.state_dict(), before, "to everybody else")
         for options in (None, FULL, FROM_RANK_0):
             fresh = torch.optim.Adam(two_groups(model), lr=0.7)
             given = copy.deepcopy(expected) if first or options is not FROM_RANK_0 else {}
             set_optimizer_state_dict(model, fresh, given, options=options)
-            found.compare(f"set {options}", full_of(model, fresh), expected)
+            assert_equal(full_of(model, fresh), expected, f"set {options}")
         # Nobody can take a shard for the full tensor.
         with pytest.raises(TypeError, match=r"scale_fsdp.full_optim_state_dict\(model, optimizer\)"):
             torch.save(state, io.BytesIO())
         with pytest.raises(RuntimeError, match=r"scale_fsdp.full_optim_state_dict\(model, optimizer\)"):
             state["state"]["scale"]["exp_avg"].sum()
-        found.compare("whole", as_saved(get_optimizer_state_dict(model, optimizer, options=FULL)), expected)
+        assert_equal(get_optimizer_state_dict(model, optimizer, options=FULL), expected, "whole")
         on_rank_0 = get_optimizer_state_dict(model, optimizer, options=ON_RANK_0)
-        found.compare("on rank 0", as_saved(on_rank_0) if first else on_rank_0, expected if first else {})
-        found.compare("both", list(get_state_dict(model, optimizer, options=FULL)[0]), list(Awkward().state_dict()))
-        found.compare("to everybody else, then", optimizer.state_dict(), before)
-        found.compare("of another range", *refuse_another_range(model, optimizer))
-    return found.found
-
-
-def test_of_optimizers_torch_s_functions_get_ranges_and_set_whole_tensors() -> None:
-    assert not [line for wrong in run_ranks(get_and_set_optimizers, 2) for line in wrong]
+        assert_equal(on_rank_0, expected if first else {}, "on rank 0")
+        assert list(get_state_dict(model, optimizer, options=FULL)[0]) == list(Awkward().state_dict())
+        assert_equal(optimizer.state_dict(), before, "to everybody else, then")
+        taken = optimizer.state_dict()
+        shard = state["state"]["body.2.weight"]["exp_avg"]
+        number = [id(p) for group in optimizer.param_groups for p in group["params"]].index(id(model.body[2].weight))
+        other_range = LocalShard(shard.tensor, (40,), shard.start + 5, shard.stop + 5)
+        taken["state"][number]["exp_avg"] = other_range
+        with pytest.raises(ValueError, match=r"^optimizer state body\.2\.weight\.exp_avg:"):
+            optimizer.load_state_dict(taken)
 
 
 def test_flat_parameters_are_refused_with_what_to_call() -> None:
@@ -171,29 +148,26 @@ def test_flat_parameters_are_refused_with_what_to_call() -> None:
         set_optimizer_state_dict(model, optimizer, full_of(*plain()))
 
 
-def test_a_plain_optimizer_takes_the_gathered_state_by_torch_s_function() -> None:
+def test_a_plain_optimizer_takes_the_gathered_state() -> None:
     model, optimizer = plain()
     full = full_of(*trained(Layout(flatten=False)))
     fresh = torch.optim.Adam(two_groups(model), lr=0.7)
     set_optimizer_state_dict(model, fresh, full)
-    found = Differences()
-    found.compare("state", full_of(model, fresh), full_of(model, optimizer))
-    assert not found.found
-
-
-class Holder(nn.Module):
-    """A model whose own child has the name that a wrapper's has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.Sequential(nn.Linear(3, 2), FullyShardedDataParallel(nn.Linear(2, 3)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.module(x)
-        return output
+    assert_equal(full_of(model, fresh), full_of(model, optimizer), "state")
 
 
 def test_a_child_named_module_keeps_its_name_below_a_wrapper() -> None:
+    class Holder(nn.Module):
+        """A model whose own child has the name that a wrapper's has."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Sequential(nn.Linear(3, 2), FullyShardedDataParallel(nn.Linear(2, 3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.module(x)
+            return output
+
     model = FullyShardedDataParallel(Holder())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
@@ -205,10 +179,8 @@ def test_a_child_named_module_keeps_its_name_below_a_wrapper() -> None:
     other = FullyShardedDataParallel(Holder())
     fresh = torch.optim.Adam(other.parameters(), lr=0.7)
     set_state_dict(other, fresh, model_state_dict=dict(weights), optim_state_dict=state, options=FULL)
-    found = Differences()
-    found.compare("model", dict(other.state_dict()), dict(model.state_dict()))
-    found.compare("optimizer", full_of(other, fresh), full_of(model, optimizer))
-    assert not found.found
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()), "model")
+    assert_equal(full_of(other, fresh), full_of(model, optimizer), "optimizer")
 
 
 def test_whoever_steps_on_no_shards_gets_no_hooks() -> None:
@@ -227,26 +199,25 @@ def save(folder: str) -> None:
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
-def load(folder: str) -> list[str]:
+def load(folder: str) -> None:
     model, optimizer = make(Layout(), seed=5)
     weights, state = get_state_dict(model, optimizer)
     target = {"model": weights, "optimizer": state}
     dcp.load(target, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
-    found = Differences()
-    found.compare("model", dict(model.state_dict()), dict(plain()[0].state_dict()))
-    found.compare("optimizer", full_of(model, optimizer), full_of(*plain()))
-    return found.found
+    assert_equal(dict(model.state_dict()), dict(plain()[0].state_dict()), "model")
+    assert_equal(full_of(model, optimizer), full_of(*plain()), "optimizer")
 
 
-def test_torch_s_own_recipe_saves_and_loads_at_another_world_size(tmp_path: Path) -> None:
+def test_torch_s_recipe_saves_and_loads_at_another_world_size(tmp_path: Path) -> None:
     run_ranks(save, 2, str(tmp_path))
-    assert not [line for wrong in run_ranks(load, 3, str(tmp_path)) for line in wrong]
+    run_ranks(load, 3, str(tmp_path))
 
 
-def clip_and_wrap() -> list[str]:
+@pytest.mark.ranks(1, 2, 3)
+def test_torch_s_clipping_works_and_its_ddp_is_refused() -> None:
     """torch's own lines in a loop that knows of no shards: two models, one of which is clipped beside the other."""
-    rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
+    rank, world = dist.get_rank(), dist.get_world_size()
     for kwargs in ({}, {"flatten_parameters": True}, {"atom": "parameter"}):
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 3))
@@ -268,27 +239,21 @@ def clip_and_wrap() -> list[str]:
                     nn.utils.clip_grad_value_(each.parameters(), 0.02)
                 optimizer.step()
                 optimizer.zero_grad()
-            wrong += [f"{mine.norm} and {theirs.norm}"] * (not torch.allclose(mine.norm, theirs.norm, rtol=1e-6))
+            assert torch.allclose(mine.norm, theirs.norm, rtol=1e-6), f"{mine.norm} and {theirs.norm}"
             with torch.no_grad():
                 own = torch.linalg.vector_norm(torch.cat([p.grad.reshape(-1) for p in critic.parameters()]))
             beside = nn.utils.clip_grad_norm_(critic.parameters(), 1e6)  # Whole, and this rank's own.
-            wrong += ["the critic"] * (not torch.allclose(own, beside, rtol=1e-6))
-        state = model.state_dict()
-        wrong += [n for n, w in plain.state_dict().items() if not torch.allclose(state[n], w, rtol=1e-5, atol=1e-7)]
+            assert torch.allclose(own, beside, rtol=1e-6), "the critic"
+        torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-7)
         before = [param.detach().clone() for param in model.parameters()]
         for wrapped in (model, nn.ModuleList([nn.Linear(1, 1), model])):
             with pytest.raises(ValueError, match=r"DistributedDataParallel: '.*' is a shard .*train it as it is"):
                 nn.parallel.DistributedDataParallel(wrapped)
-        wrong += ["overwritten"] * (not all(map(torch.equal, before, model.parameters())))
-    return wrong
+        assert all(map(torch.equal, before, model.parameters())), "overwritten"
 
 
-def test_torch_s_own_clipping_is_that_of_the_plain_model_and_its_wrapper_is_refused() -> None:
-    for num_ranks in (1, 2, 3):
-        assert run_ranks(clip_and_wrap, num_ranks) == [[]] * num_ranks
-
-
-def whose_state() -> list[str]:
+@pytest.mark.ranks(2)
+def test_an_optimizer_s_state_knows_whose_part_it_is() -> None:
     """A plain optimizer's state on shards, as programs save it."""
     rank, layout = dist.get_rank(), Layout()
     model, optimizer = make(layout)
@@ -303,14 +268,8 @@ def whose_state() -> list[str]:
         fresh.load_state_dict(states[0])
     assert not fresh.state
     fresh.load_state_dict(states[rank])
-    differ = Differences()
-    differ.compare("its own", full_of(model, fresh), full_of(model, optimizer))
+    assert_equal(full_of(model, fresh), full_of(model, optimizer), "its own")
     _, whole = plain()
     other, fresh = make(layout)
     fresh.load_state_dict(whole.state_dict())
-    differ.compare("a plain one", in_lists(full_of(other, fresh))["state"], in_lists(full_of(*plain()))["state"])
-    return differ.found
-
-
-def test_an_optimizer_s_state_knows_whose_part_it_is_and_a_plain_one_loads_before_the_first_step() -> None:
-    assert run_ranks(whose_state, 2) == [[], []]
+    assert_equal(full_of(other, fresh)["state"], full_of(*plain())["state"], "a plain one")

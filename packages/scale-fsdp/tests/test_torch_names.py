@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from fsdp_beside import noise
+from fsdp_parity import noise
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
-from scale_core.testing import run_ranks
 from scale_fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, UnshardHandle, fully_shard
 from scale_fsdp.runtime.unit import unit_of, units_in
 
@@ -118,157 +118,138 @@ def norm_of(norm: Tensor) -> Tensor:
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def run_both(half: bool, clips: bool) -> tuple[Any, Any]:
-    apis = map(importlib.import_module, ("torch.distributed.fsdp", "scale_fsdp"))
-    theirs, ours = (program(api, half, clips) for api in apis)
-    return theirs, ours
+APIS = [importlib.import_module(name) for name in ("torch.distributed.fsdp", "scale_fsdp")]
 
 
-def test_a_program_written_for_fsdp2_computes_the_same_with_one_import_changed() -> None:
-    for (theirs, their_state), (ours, our_state) in run_ranks(run_both, 2, False, True):
-        assert ours == pytest.approx(theirs, rel=1e-6)
-        assert list(our_state) == list(their_state)
-        torch.testing.assert_close(dict(our_state), dict(their_state), rtol=1e-5, atol=1e-6)
+@pytest.mark.ranks(2)
+def test_a_program_for_fsdp2_computes_the_same() -> None:
+    (theirs, their_state), (ours, our_state) = (program(api, half=False, clips=True) for api in APIS)
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert list(our_state) == list(their_state)
+    torch.testing.assert_close(dict(our_state), dict(their_state), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.ranks(2)
 def test_so_does_one_in_bf16_to_the_bit() -> None:
-    for (theirs, their_state), (ours, our_state) in run_ranks(run_both, 2, True, False):
-        assert ours == theirs
-        assert all(torch.equal(our_state[name], whole) for name, whole in their_state.items())
-
-
-class HandsOnFp32(nn.Module):
-    """Hands tensors in fp32 to modules in it, by position and by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.block = nn.Linear(4, 4), nn.Linear(4, 4), Shifted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        angles = torch.arange(4.0) / 3
-        return self.block(self.second(self.first(x.float()).float()), shift=angles.cos())
-
-
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
-        return self.linear(x * shift) + shift
-
-
-def hand_on_fp32(api: Any, grouped: bool) -> list[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
-    """The outputs of two steps, and the gradients: of FSDP2 whole, of ours the local shards."""
-    torch.manual_seed(0)
-    model = HandsOnFp32()
-    policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    pair = [model.first, model.second]
-    for unit in ([pair] if grouped else pair) + [model.block, model]:
-        api.fully_shard(unit, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = []
-    for step in range(2):
-        out = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + group_of().rank)))
-        out.float().square().sum().backward()
-        steps.append((out.detach(), {param: norm_of(param.grad) for param in model.parameters()}))
-        optimizer.step()
-        optimizer.zero_grad()
-    return steps
-
-
-def differences_from_fsdp2(grouped: bool) -> list[str]:
-    apis = map(importlib.import_module, ("torch.distributed.fsdp", "scale_fsdp"))
-    theirs, ours = (hand_on_fp32(api, grouped) for api in apis)
-    wrong = []
-    for step, ((their_out, their_grads), (out, grads)) in enumerate(zip(theirs, ours, strict=True)):
-        if out.dtype != torch.bfloat16 or not torch.equal(out, their_out):
-            wrong.append(f"step {step}: output {out} instead of {their_out}")
-        for whole, (param, grad) in zip(their_grads.values(), grads.items(), strict=True):
-            if not torch.equal(whole, grad):
-                wrong.append(f"step {step}: gradient of {shard_of(param).name}")
-    return wrong
+    (theirs, their_state), (ours, our_state) = (program(api, half=True, clips=False) for api in APIS)
+    assert ours == theirs
+    assert_equal(our_state, their_state)
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_each_unit_casts_what_a_module_hands_to_it_in_fp32_as_fsdp2_to_the_bit(grouped: bool) -> None:
-    assert run_ranks(differences_from_fsdp2, 2, grouped) == [[], []]
+@pytest.mark.ranks(2)
+def test_each_unit_casts_its_inputs_as_fsdp2_to_the_bit(grouped: bool) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
 
+        def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+            return self.linear(x * shift) + shift
 
-class AppState(Stateful):
-    """What the recipes for torch.distributed.checkpoint give it: both states, under the names of the model."""
+    class HandsOnFp32(nn.Module):
+        """Hands tensors in fp32 to modules in it, by position and by name."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.block = nn.Linear(4, 4), nn.Linear(4, 4), Shifted()
 
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        def forward(self, x: Tensor) -> Tensor:
+            angles = torch.arange(4.0) / 3
+            return self.block(self.second(self.first(x.float()).float()), shift=angles.cos())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        states = {"model_state_dict": state_dict["model"], "optim_state_dict": state_dict["optimizer"]}
-        set_state_dict(self.model, self.optimizer, **states)
+    def hand_on_fp32(api: Any, grouped: bool) -> list[tuple[Tensor, dict[nn.Parameter, Tensor]]]:
+        """The outputs of two steps, and the gradients: of FSDP2 whole, of ours the local shards."""
+        torch.manual_seed(0)
+        model = HandsOnFp32()
+        policy = api.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        pair = [model.first, model.second]
+        for unit in ([pair] if grouped else pair) + [model.block, model]:
+            api.fully_shard(unit, mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = []
+        for step in range(2):
+            out = model(torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + group_of().rank)))
+            out.float().square().sum().backward()
+            steps.append((out.detach(), {param: norm_of(param.grad) for param in model.parameters()}))
+            optimizer.step()
+            optimizer.zero_grad()
+        return steps
 
-
-def built(api: Any, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = Transformer(layers=1)
-    api.fully_shard(model.layers[0])
-    api.fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + group_of().rank)
-        tokens = torch.randint(17, (2, 7), generator=generator)
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def save_and_train_on(api: Any, folder: str) -> list[float]:
-    """Saves the two states after two steps, in each of the ways of torch's recipes; returns the losses that follow."""
-    model, optimizer = built(api)
-    steps_of(model, optimizer, range(2))
-    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(states, checkpoint_id=f"{folder}/states")
-    app, beside = AppState(model, optimizer), torch.distributed.new_group()  # The writing thread talks to the others.
-    saving = dcp.async_save({"app": app}, checkpoint_id=f"{folder}/app", process_group=beside)
-    after = steps_of(model, optimizer, range(2, 4))  # Beside the writing, which has copied what it writes.
-    saving.result()
-    return after
-
-
-def load_and_train(api: Any, states_in: str, app_in: str) -> tuple[list[float], list[float]]:
-    model, optimizer = built(api, seed=1)
-    states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(states, checkpoint_id=f"{states_in}/states")
-    set_model_state_dict(model, states["model"])
-    set_optimizer_state_dict(model, optimizer, states["optimizer"])
-    after_states = steps_of(model, optimizer, range(2, 4))
-    model, optimizer = built(api, seed=2)
-    dcp.load({"app": AppState(model, optimizer)}, checkpoint_id=f"{app_in}/app")
-    return after_states, steps_of(model, optimizer, range(2, 4))
-
-
-def save_and_load_both(folder: str) -> tuple[list[float], ...]:
-    theirs, ours = map(importlib.import_module, ("torch.distributed.fsdp", "scale_fsdp"))
-    saved = save_and_train_on(theirs, f"{folder}/theirs"), save_and_train_on(ours, f"{folder}/ours")
-    # Each loads the states that the other has saved, and its own of the other form.
-    loaded = load_and_train(theirs, f"{folder}/ours", f"{folder}/theirs")
-    return *saved, *loaded, *load_and_train(ours, f"{folder}/theirs", f"{folder}/ours")
+    theirs, ours = (hand_on_fp32(api, grouped) for api in APIS)
+    for step, ((their_out, their_grads), (out, grads)) in enumerate(zip(theirs, ours, strict=True)):
+        assert out.dtype == torch.bfloat16 and torch.equal(out, their_out)
+        for whole, (param, grad) in zip(their_grads.values(), grads.items(), strict=True):
+            assert torch.equal(whole, grad), f"step {step}: gradient of {shard_of(param).name}"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed.checkpoint")
-def test_recipes_of_distributed_checkpoint_save_and_load_by_either_import_what_either_has_saved(tmp_path: Path) -> None:
-    for found in run_ranks(save_and_load_both, 2, str(tmp_path)):
-        for losses in found:
-            assert losses == pytest.approx(found[0], rel=1e-6)
+@pytest.mark.ranks(2)
+def test_recipes_of_dcp_load_what_either_import_has_saved(tmp_path: Path) -> None:
+    def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            generator = torch.Generator().manual_seed(10 * step + group_of().rank)
+            tokens = torch.randint(17, (2, 7), generator=generator)
+            loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def built(api: Any, seed: int = 0) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Transformer(layers=1)
+        api.fully_shard(model.layers[0])
+        api.fully_shard(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    class AppState(Stateful):
+        """What the recipes for torch.distributed.checkpoint give it: both states, under the names of the model."""
+
+        def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            self.model, self.optimizer = model, optimizer
+
+        def state_dict(self) -> dict[str, Any]:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            return {"model": model, "optimizer": optimizer}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            states = {"model_state_dict": state_dict["model"], "optim_state_dict": state_dict["optimizer"]}
+            set_state_dict(self.model, self.optimizer, **states)
+
+    def load_and_train(api: Any, states_in: str, app_in: str) -> tuple[list[float], list[float]]:
+        model, optimizer = built(api, seed=1)
+        states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.load(states, checkpoint_id=f"{states_in}/states")
+        set_model_state_dict(model, states["model"])
+        set_optimizer_state_dict(model, optimizer, states["optimizer"])
+        after_states = steps_of(model, optimizer, range(2, 4))
+        model, optimizer = built(api, seed=2)
+        dcp.load({"app": AppState(model, optimizer)}, checkpoint_id=f"{app_in}/app")
+        return after_states, steps_of(model, optimizer, range(2, 4))
+
+    def save_and_train_on(api: Any, folder: str) -> list[float]:
+        """Saves both states after two steps, in each way of torch's recipes; returns the losses that follow."""
+        model, optimizer = built(api)
+        steps_of(model, optimizer, range(2))
+        states = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.save(states, checkpoint_id=f"{folder}/states")
+        app, group = AppState(model, optimizer), torch.distributed.new_group()  # The writing thread has its own.
+        saving = dcp.async_save({"app": app}, checkpoint_id=f"{folder}/app", process_group=group)
+        after = steps_of(model, optimizer, range(2, 4))  # Beside the writing, which has copied what it writes.
+        saving.result()
+        return after
+
+    folder = str(tmp_path)
+    theirs, ours = APIS
+    saved = save_and_train_on(theirs, f"{folder}/theirs"), save_and_train_on(ours, f"{folder}/ours")
+    # Each loads the states that the other has saved, and its own of the other form.
+    loaded = load_and_train(theirs, f"{folder}/ours", f"{folder}/theirs")
+    found = (*saved, *loaded, *load_and_train(ours, f"{folder}/theirs", f"{folder}/ours"))
+    for losses in found:
+        assert losses == pytest.approx(found[0], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +265,7 @@ def test_recipes_of_distributed_checkpoint_save_and_load_by_either_import_what_e
         ("state_dict_on_rank_0_only", "full_state_dict"),
     ],
 )
-def test_another_library_s_name_of_an_argument_says_what_to_write(argument: str, line: str) -> None:
+def test_another_library_s_argument_says_what_to_write(argument: str, line: str) -> None:
     layer = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=f"fully_shard: there is no argument {argument}=; write .*{line}"):
         fully_shard(layer, **{argument: None})
@@ -337,46 +318,37 @@ def steps_in_backward(flatten: bool, in_hooks: bool) -> list[Any]:
     return [*losses, *(param.detach().clone() for param in model.parameters())]
 
 
-def steps_either_way(flatten: bool) -> list[bool]:
-    inside, after = (steps_in_backward(flatten, in_hooks) for in_hooks in (True, False))
-    return [torch.equal(a, b) for a, b in zip(inside, after, strict=True)]
-
-
 @pytest.mark.parametrize("flatten", [False, True])
-def test_optimizers_in_hooks_on_the_shards_step_when_gradients_are_reduced(flatten: bool) -> None:
-    assert all(all(equal) for equal in run_ranks(steps_either_way, 2, flatten))
+@pytest.mark.ranks(2)
+def test_optimizers_in_hooks_step_when_gradients_are_reduced(flatten: bool) -> None:
+    inside, after = (steps_in_backward(flatten, in_hooks) for in_hooks in (True, False))
+    assert_equal(inside, after)
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+@pytest.mark.ranks(2)
+def test_hooks_of_what_no_rank_has_used_are_not_called() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
 
-    def forward(self, x: Tensor, right: bool) -> Tensor:
-        return self.right(x) if right else self.left(x)
+        def forward(self, x: Tensor, right: bool) -> Tensor:
+            return self.right(x) if right else self.left(x)
 
-
-def hooks_called() -> list[list[str]]:
-    """Which parameters' hooks are called where no rank, one rank or all of them use the right head."""
     model = fully_shard(TwoHeads())
     calls: list[str] = []
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
-    found = []
-    for right in (False, group_of().rank == 1, True):
-        model(noise(4, 3), right).sum().backward()
-        found.append(sorted(calls))
+    left, right = ["left.bias", "left.weight"], ["right.bias", "right.weight"]
+    # No rank, one rank or all of them use the right head.
+    for uses_right, expected in ((False, left), (group_of().rank == 1, left + right), (True, right)):
+        model(noise(4, 3), uses_right).sum().backward()
+        assert sorted(calls) == expected
         calls.clear()
         model.zero_grad()
-    return found
 
 
-def test_hooks_of_what_no_rank_has_used_are_not_called() -> None:
-    left, right = ["left.bias", "left.weight"], ["right.bias", "right.weight"]
-    assert run_ranks(hooks_called, 2) == [[left, left + right, right]] * 2
-
-
-def test_a_choice_of_the_dimension_to_cut_changes_nothing_and_one_of_other_ranks_is_refused() -> None:
+def test_shard_placement_fn_has_no_effect() -> None:
     from torch.distributed.tensor import Shard
 
     with pytest.warns(UserWarning, match="shard_placement_fn has no effect here"):
@@ -418,97 +390,80 @@ def test_pinned_memory_can_be_declined() -> None:
         assert unit.buffers[0].devices.pin_memory is pins
 
 
-class Grouped(nn.Module):
-    """Two modules that are one unit, the second of which runs after another unit."""
+@pytest.mark.ranks(2)
+def test_several_modules_are_one_unit() -> None:
+    class Grouped(nn.Module):
+        """Two modules that are one unit, the second of which runs after another unit."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.middle, self.last = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.first, self.middle, self.last = nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 2)
 
-    def forward(self, x: Tensor, to_the_end: bool = True) -> Tensor:
-        x = self.middle(self.first(x).tanh())
-        return self.last(x) if to_the_end else x
+        def forward(self, x: Tensor, to_the_end: bool = True) -> Tensor:
+            x = self.middle(self.first(x).tanh())
+            return self.last(x) if to_the_end else x
 
-
-def train_a_group() -> list[str]:
-    wrong, plain, rank = [], Grouped(), group_of().rank
+    plain, rank = Grouped(), group_of().rank
     model = copy.deepcopy(plain)
     fully_shard(model.middle)
     assert fully_shard([model.first, model.last]) == [model.first, model.last]
     fully_shard(model)
     unit = unit_of(model.first)
     assert unit is not None and unit is unit_of(model.last) and units_in(model).count(unit) == 1
-    wrong += [name for name, whole in model.state_dict().items() if not torch.equal(whole, plain.state_dict()[name])]
-    if list(model.state_dict()) != list(plain.state_dict()):
-        wrong.append(f"names {list(model.state_dict())}")
+    assert_equal(model, plain)
     between: list[bool] = []
     model.middle.register_forward_hook(lambda *_: between.append(unit.gathered))
     for to_the_end in (True, False, True):
         inputs = [noise(4, 3, seed=seed) for seed in range(group_of().size)]
         sum(plain(x, to_the_end).square().mean() / len(inputs) for x in inputs).backward()
         model(inputs[rank], to_the_end).square().mean().backward()
-        if unit.gathered:
-            wrong.append("stays gathered")
+        assert not unit.gathered, "stays gathered"
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for optimizer in optimizers:
         optimizer.step()
-    copied, whole = copy.deepcopy(model), model.state_dict()
-    for name, expected in plain.state_dict().items():
-        if not torch.allclose(whole[name], expected, atol=1e-6):
-            wrong.append(f"{name} differs")
-    wrong += [f"copied {name}" for name, tensor in copied.state_dict().items() if not torch.equal(tensor, whole[name])]
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0, atol=1e-6)
+    assert_equal(copy.deepcopy(model), model, "copied")
     model.load_state_dict(Grouped().state_dict())
-    wrong += [f"loaded {n}" for n, t in Grouped().state_dict().items() if not torch.equal(t, model.state_dict()[n])]
-    return wrong if between == [True] * 3 else [*wrong, f"gathered in between: {between}"]
+    assert_equal(model, Grouped(), "loaded")
+    assert between == [True] * 3, f"gathered in between: {between}"
 
 
-def test_several_modules_are_one_unit_that_is_gathered_from_the_first_to_the_last() -> None:
-    assert run_ranks(train_a_group, 2) == [[], []]
-
-
-def ignore_a_parameter() -> list[str]:
-    wrong, rank = [], group_of().rank
+@pytest.mark.ranks(2)
+def test_ignored_parameters_and_their_gradients_stay_full() -> None:
+    rank = group_of().rank
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     left = model[0].weight
     fully_shard(model, ignored_params={left})
     for _ in range(2):
         model(noise(2, 3, seed=rank)).sum().backward()
-    if model[0].weight is not left or left.shape != (3, 3) or left.grad is None:
-        wrong.append("it was sharded")
+    assert model[0].weight is left and left.shape == (3, 3) and left.grad is not None, "it was sharded"
     everyone = [torch.empty_like(left.grad) for _ in range(2)]
     torch.distributed.all_gather(everyone, left.grad)
-    if torch.equal(*everyone):
-        wrong.append("its gradient was averaged")
-    if not torch.equal(model.state_dict()["0.weight"], left):
-        wrong.append("it is not in the state")
-    return wrong
+    assert not torch.equal(*everyone), "its gradient was averaged"
+    assert torch.equal(model.state_dict()["0.weight"], left), "it is not in the state"
 
 
-def test_ignored_parameters_stay_whole_and_their_gradients_as_they_are() -> None:
-    assert run_ranks(ignore_a_parameter, 2) == [[], []]
-
-
-def keep_or_release_the_root() -> dict[Any, bool]:
-    found = {}
-    for reshard in (None, True, False):
+@pytest.mark.ranks(2)
+def test_only_none_lets_the_first_unit_decide_for_itself() -> None:
+    for reshard, stays in ((None, True), (True, False), (False, True)):
         model = fully_shard(nn.Sequential(fully_shard(nn.Linear(3, 3)), nn.Linear(3, 3)), reshard_after_forward=reshard)
-        unit = unit_of(model)
         loss = model(noise(2, 3)).sum()
-        found[reshard] = unit.gathered
+        assert unit_of(model).gathered == stays, reshard
         loss.backward()
     model.set_reshard_after_forward(True)
     model(noise(2, 3)).sum()
-    return {**found, "set": unit.gathered}
+    assert not unit_of(model).gathered
 
 
-def test_only_none_lets_the_first_unit_decide_for_itself() -> None:
-    assert run_ranks(keep_or_release_the_root, 2)[0] == {None: True, True: False, False: True, "set": False}
+@pytest.mark.ranks(2)
+def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
+    def copy_of(model: nn.Module) -> nn.Linear:
+        layer = nn.Linear(3, 2)
+        layer.load_state_dict(model.state_dict())
+        return layer
 
-
-def divide_by_another_factor() -> list[str]:
-    wrong = []
     for mesh in (None, init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))):
         plain = fully_shard(nn.Linear(3, 2), mesh)
         scaled = fully_shard(copy_of(plain), mesh)
@@ -516,27 +471,14 @@ def divide_by_another_factor() -> list[str]:
         for model in (plain, scaled):
             model(noise(2, 3, seed=group_of().rank)).square().sum().backward()
         pairs = zip(plain.parameters(), scaled.parameters(), strict=True)
-        if not all(torch.equal(a.grad * 2, b.grad) for a, b in pairs):
-            wrong.append(f"{mesh}")
-    return wrong
-
-
-def copy_of(model: nn.Module) -> nn.Linear:
-    layer = nn.Linear(3, 2)
-    layer.load_state_dict(model.state_dict())
-    return layer
-
-
-def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
-    assert run_ranks(divide_by_another_factor, 2) == [[], []]
+        assert all(torch.equal(a.grad * 2, b.grad) for a, b in pairs), f"{mesh}"
 
 
 DIFFERENCES = Path(__file__).parents[3] / "docs/guides/fsdp2-differences.md"
 
 
-def test_whatever_fsdp2_has_is_here_with_its_arguments_and_in_the_table_of_differences() -> None:
-    theirs: Any = importlib.import_module("torch.distributed.fsdp")
-    ours, table = importlib.import_module("scale_fsdp"), DIFFERENCES.read_text(encoding="utf-8")
+def test_whatever_fsdp2_has_is_here_and_in_the_table() -> None:
+    (theirs, ours), table = APIS, DIFFERENCES.read_text(encoding="utf-8")
     pairs = {
         name: (value, getattr(ours, name))
         for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx", "UnshardHandle")
@@ -562,7 +504,7 @@ def test_whatever_fsdp2_has_is_here_with_its_arguments_and_in_the_table_of_diffe
     assert wrong == []
 
 
-def test_fsdp2_s_methods_are_there_and_those_that_can_t_be_say_what_to_do() -> None:
+def test_fsdp2_s_methods_are_there_or_say_what_to_do() -> None:
     model = fully_shard(nn.Linear(2, 2))
     model.set_requires_all_reduce(False)  # Without replicas nothing is left to switch off.
     model.set_reduce_scatter_unused_params(True)
@@ -583,16 +525,14 @@ def test_fsdp2_s_methods_are_there_and_those_that_can_t_be_say_what_to_do() -> N
         model.set_reshard_after_forward(2)
 
 
-def switch_replicas_off() -> str:
+@pytest.mark.ranks(2)
+def test_a_reduction_without_replicas_is_refused_by_name() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(2, 2), mesh=mesh)
     with pytest.raises(ValueError, match="over the shards alone") as caught:
         model.set_requires_all_reduce(False)
-    return str(caught.value)
-
-
-def test_a_reduction_without_replicas_is_refused_by_name() -> None:
-    assert all("set_requires_gradient_sync(False)" in message for message in run_ranks(switch_replicas_off, 2))
+    message = str(caught.value)
+    assert "set_requires_gradient_sync(False)" in message
 
 
 def test_a_pass_that_was_cut_off_is_ended_by_hand() -> None:
@@ -604,7 +544,7 @@ def test_a_pass_that_was_cut_off_is_ended_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-def test_a_placement_along_a_dimension_that_is_not_there_is_named(dim: int) -> None:
+def test_a_placement_along_a_missing_dimension_is_named(dim: int) -> None:
     from torch.distributed.tensor import Shard
 
     layer = nn.Linear(2, 2)
@@ -613,24 +553,20 @@ def test_a_placement_along_a_dimension_that_is_not_there_is_named(dim: int) -> N
     assert unit_of(layer) is None
 
 
-def weights_with_a_schedule(sharded: bool) -> Tensor:
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 3, dtype=torch.float64)
-    if sharded:
-        fully_shard(layer)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for _ in range(3):
-        optimizer.zero_grad()
-        layer(torch.ones(2, 3, dtype=torch.float64)).square().sum().backward()
-        optimizer.step()
-        schedule.step()
-    return layer.state_dict()["weight"]
-
-
-def scheduled_alike() -> bool:
-    return torch.allclose(weights_with_a_schedule(True), weights_with_a_schedule(False), rtol=1e-12)
-
-
+@pytest.mark.ranks(2)
 def test_schedules_of_torch_wrap_a_step_on_shards() -> None:
-    assert all(run_ranks(scheduled_alike, 2))
+    def weights_with_a_schedule(sharded: bool) -> Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(3, 3, dtype=torch.float64)
+        if sharded:
+            fully_shard(layer)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            layer(torch.ones(2, 3, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+            schedule.step()
+        return layer.state_dict()["weight"]
+
+    assert torch.allclose(weights_with_a_schedule(True), weights_with_a_schedule(False), rtol=1e-12)

@@ -2,18 +2,20 @@
 
 import copy
 import io
+import itertools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import noise
-from fsdp_cases import Case, Net, batch, differing_weights, loss_of, shard
+from fsdp_cases import Case, Net, batch, loss_of, shard
+from fsdp_parity import noise
 from torch import Tensor, nn
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.testing import run_ranks
@@ -75,66 +77,47 @@ OF_PASSES = ("pending_backwards", "had_backward")
 """What a unit knows of passes whose backward may still come; a copy has had none."""
 
 
-def unlike(one: nn.Module, other: nn.Module) -> Iterator[str]:
-    """Yields what a copy has otherwise than its original, without a communication."""
+def assert_copied(one: nn.Module, other: nn.Module, what: str = "") -> None:
+    """Compares all of a copy but its values with the original, without a communication."""
     ours, theirs = list(one.named_parameters()), list(other.named_parameters())
-    if [name for name, _ in ours] != [name for name, _ in theirs]:
-        yield "names"
-    for (name, mine), (_, its) in zip(ours, theirs, strict=True):
-        if shard_of(mine) != shard_of(its) or shard_of(mine) is None:
-            yield f"{name}: {shard_of(mine)} and {shard_of(its)}"
-        if (mine.dtype, mine.requires_grad, type(mine)) != (its.dtype, its.requires_grad, type(its)):
-            yield f"{name}: dtype, requires_grad or type"
-    if [type(module) for module in one.modules()] != [type(module) for module in other.modules()]:
-        yield "classes"
-    if storages(one) & storages(other):
-        yield "memory is shared"
-    for mine, its in zip(units_in(one), units_in(other), strict=True):
-        for name, value in vars(mine).items():
-            if name in OF_PASSES or not isinstance(value, bool | int | str | None):
-                continue
-            if getattr(its, name) != value:
-                yield f"unit {mine.name}: {name} is {getattr(its, name)!r} in place of {value!r}"
-        prefetched = [[each.name for each in unit.prefetch.get("forward", ())] for unit in (mine, its)]
-        if prefetched[0] != prefetched[1]:
-            yield f"unit {mine.name}: what it fetches"
-    if set(units_in(one)) & set(units_in(other)) or any(unit_of(unit.module) is not unit for unit in units_in(other)):
-        yield "units are shared"
+    assert [name for name, _ in ours] == [name for name, _ in theirs], what
+    for (name, param), (_, copied) in zip(ours, theirs, strict=True):
+        assert shard_of(param) == shard_of(copied) is not None, (what, name)
+        of_param, of_copy = ((each.dtype, each.requires_grad, type(each)) for each in (param, copied))
+        assert of_param == of_copy, (what, name)
+    assert [type(module) for module in one.modules()] == [type(module) for module in other.modules()], what
+    assert not storages(one) & storages(other), what
+    for unit, its in zip(units_in(one), units_in(other), strict=True):
+        for name, value in vars(unit).items():
+            if name not in OF_PASSES and isinstance(value, bool | int | str | None):
+                assert getattr(its, name) == value, (what, unit.name, name)
+        prefetched = [[each.name for each in unit.prefetch.get("forward", ())] for unit in (unit, its)]
+        assert prefetched[0] == prefetched[1], (what, unit.name)
+    assert not set(units_in(one)) & set(units_in(other)), what
+    assert all(unit_of(unit.module) is unit for unit in units_in(other)), what
 
 
-def each_way() -> list[str]:
-    wrong = []
-    for name, case in CASES.items():
-        for way, copied in COPIES.items():
-            model = built(case)
-            optimizer = adam(model)
-            fresh = copied(model)
-            wrong += [
-                f"{name}, {way}, fresh: {line}" for line in (*unlike(model, fresh), *differing_weights(model, fresh))
-            ]
-            fresh_optimizer = adam(fresh)
-            if [step(model, optimizer, n) for n in range(2)] != [step(fresh, fresh_optimizer, n) for n in range(2)]:
-                wrong.append(f"{name}, {way}: a fresh copy has other losses")
-            later = copied(model)
-            before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-            wrong += [
-                f"{name}, {way}, later: {line}" for line in (*unlike(model, later), *differing_weights(later, fresh))
-            ]
-            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, later)]
-            if step(model, optimizers[0], 5) != step(later, optimizers[1], 5):
-                wrong.append(f"{name}, {way}: a later copy has another loss")
-            wrong += [f"{name}, {way}, end: {line}" for line in differing_weights(model, later)]
-            wrong += [f"{name}, {way}: the other copy has changed" for _ in differing_weights(fresh, before)]
-    return wrong
+@pytest.mark.ranks(1, 2)
+def test_a_copy_is_equal_shares_nothing_and_trains_by_itself():
+    for (name, case), (way, copied) in itertools.product(CASES.items(), COPIES.items()):
+        what, model = f"{name}, {way}", built(case)
+        optimizer, fresh = adam(model), copied(model)
+        assert_copied(model, fresh, what)
+        assert_equal(model, fresh, what)
+        fresh_optimizer = adam(fresh)
+        assert [step(model, optimizer, n) for n in range(2)] == [step(fresh, fresh_optimizer, n) for n in range(2)]
+        later = copied(model)
+        before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+        assert_copied(model, later, what)
+        assert_equal(later, fresh, what)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, later)]
+        assert step(model, optimizers[0], 5) == step(later, optimizers[1], 5), what
+        assert_equal(model, later, what)
+        assert_equal(fresh, before, what)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_copy_is_equal_shares_nothing_and_trains_by_itself(world):
-    assert not any(run_ranks(each_way, world))
-
-
-def with_optimizer() -> list[str]:
-    wrong = []
+@pytest.mark.ranks(1, 3)
+def test_a_model_and_its_optimizer_are_copied_as_a_pair():
     for copied in COPIES.values():
         for model_first in (True, False):
             for flatten in (True, False):
@@ -147,14 +130,8 @@ def with_optimizer() -> list[str]:
                     its_optimizer, its_model = copied((optimizer, model))
                 ours = [step(model, optimizer, n) for n in range(1, 4)]
                 theirs = [step(its_model, its_optimizer, n) for n in range(1, 4)]
-                wrong += [] if ours == theirs else [f"model first {model_first}, flat {flatten}: {ours} and {theirs}"]
-                wrong += differing_weights(model, its_model)
-    return wrong
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_a_model_and_its_optimizer_are_copied_as_a_pair(world):
-    assert not any(run_ranks(with_optimizer, world))
+                assert ours == theirs, f"model first {model_first}, flat {flatten}: {ours} and {theirs}"
+                assert_equal(model, its_model)
 
 
 class Coder(nn.Module):
@@ -175,44 +152,32 @@ class Coder(nn.Module):
         return decoded
 
 
-def coder() -> nn.Module:
-    model = fully_shard(Coder(), reshard_after_forward=1)
-    register_fsdp_forward_method(model, "encode")
-    return model
-
-
-def settings() -> list[str]:
-    """What the user has set on units goes along."""
-    wrong = []
+@pytest.mark.ranks(2)
+def test_what_the_user_has_set_on_units_is_copied():
     model = built(Case())
     model.set_reshard_after_forward(False).set_reshard_after_backward(False, recurse=False)
     model.set_requires_gradient_sync(False)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
     for copied in COPIES.values():
-        wrong += list(unlike(model, copied(model)))
-    return wrong
+        assert_copied(model, copied(model))
 
 
-def methods_hooks_and_guards() -> list[str]:
-    wrong = settings()
-    for way, copied in COPIES.items():
-        model = coder()
+@pytest.mark.ranks(2)
+def test_methods_guards_and_hooks_of_a_copy_are_its_own():
+    for copied in COPIES.values():
+        model = fully_shard(Coder(), reshard_after_forward=1)
+        register_fsdp_forward_method(model, "encode")
         model(noise(2, 5, 3)).sum().backward()
         its = copied(model)
-        if not torch.equal(its.norm.running_mean, model.norm.running_mean):
-            wrong.append(f"{way}: buffers")
+        assert torch.equal(its.norm.running_mean, model.norm.running_mean)
         for x in (noise(2, 5, 3, seed=1), noise(2, 5, 3, seed=2)):
-            if not torch.equal(model.encode(x), its.encode(x)) or not torch.equal(model(x), its(x)):
-                wrong.append(f"{way}: other outputs")
+            assert torch.equal(model.encode(x), its.encode(x)) and torch.equal(model(x), its(x))
             its.encode(x).sum().backward()
-        if its.rnn.weight_ih_l0 is not its.rnn._flat_weights[0] or its.encode._module is not its:
-            wrong.append(f"{way}: modules inside the copy are those of the original")
-        own = its.rnn.weight_ih_l0
-        called = []
+        assert its.rnn.weight_ih_l0 is its.rnn._flat_weights[0] and its.encode._module is its
+        own, called = its.rnn.weight_ih_l0, []
         its.register_forward_pre_hook(lambda *_: called.append(1))  # noqa: B023
         its(noise(2, 5, 3))
-        if not called or own is not its.rnn.weight_ih_l0:
-            wrong.append(f"{way}: a hook that was added to the copy")
+        assert called and own is its.rnn.weight_ih_l0
         with pytest.raises(RuntimeError, match="a Linear of the root unit was called outside of the unit's forward"):
             its.head(noise(2, 4))
         its.head.weight = nn.Parameter(torch.ones(3, 4))
@@ -220,16 +185,11 @@ def methods_hooks_and_guards() -> list[str]:
             its(noise(2, 5, 3))
         outer = fully_shard(nn.Sequential(its, nn.Linear(3, 3)))
         outer(noise(2, 5, 3)).sum().backward()
-        if unit_of(its).name != "0" or "0.head.weight" not in outer.state_dict():
-            wrong.append(f"{way}: a copy as a unit inside another")
-    return wrong
+        assert unit_of(its).name == "0" and "0.head.weight" in outer.state_dict()
 
 
-def test_methods_guards_and_hooks_of_a_copy_are_its_own():
-    assert not any(run_ranks(methods_hooks_and_guards, 2))
-
-
-def refused() -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_model_in_use_and_a_part_of_a_unit_are_not_copied():
     messages = []
     model = fully_shard(Coder())
 
@@ -248,13 +208,8 @@ def refused() -> list[str]:
     assert isinstance(
         copy.deepcopy(nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3))))[0], FullyShardedDataParallel
     )
-    return messages
-
-
-def test_a_model_in_use_and_a_part_of_a_unit_are_not_copied():
-    for messages in run_ranks(refused, 2):
-        assert len(messages) == 1
-        assert messages[0].startswith("deepcopy and pickle: the parameters of the root unit are in use")
+    assert len(messages) == 1
+    assert messages[0].startswith("deepcopy and pickle: the parameters of the root unit are in use")
 
 
 def write(folder: str) -> list[float]:

@@ -12,20 +12,20 @@ from fsdp_cases import (
     PRECISIONS,
     Case,
     Net,
+    assert_cases_train_as_plain,
     batch,
-    differing_grads,
-    differing_weights,
-    is_norm_of,
+    clip_both,
     loss_of,
     pairwise,
-    run_cases,
     shard,
 )
+from fsdp_parity import assert_same_grads
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.testing import run_ranks
+from scale_check.exact import assert_equal
+from scale_core.comm.group import group_of
 from scale_fsdp import fully_shard
 
 WORLDS = [1, 2, 3, 4]
@@ -60,34 +60,37 @@ def case_of(choice: dict[str, Any]) -> Case:
 
 
 @pytest.mark.gloo("sums in rank order, and fp16 in the wider dtype")
-@pytest.mark.parametrize("world", WORLDS)
-def test_training_is_bitwise_that_of_the_reference(world):
+@pytest.mark.ranks(*WORLDS)
+def test_training_is_bitwise_that_of_the_reference():
+    world = group_of().size
     cases = [case_of(choice) for number, choice in enumerate(COVER) if number % 4 == world % 4]
-    assert not any(run_ranks(run_cases, world, cases))
+    assert_cases_train_as_plain(cases)
 
 
 @pytest.mark.composition("scale-fsdp", "torch.utils.checkpoint")
-@pytest.mark.parametrize("world", [2, 3])
-def test_checkpointed_activations_change_nothing(world):
+@pytest.mark.ranks(2, 3)
+def test_checkpointed_activations_change_nothing():
+    world = group_of().size
     cases = [case_of(choice) for number, choice in enumerate(CHECKPOINTING) if number % 2 == world % 2]
-    assert not any(run_ranks(run_cases, world, cases))
+    assert_cases_train_as_plain(cases)
 
 
-class Again(nn.Module):
-    """One block that runs three times in a pass, twice of them under a reentrant checkpoint."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.block, torch.tanh(self.first(x)), use_reentrant=True)
-        return self.block(checkpoint(self.block, torch.tanh(x), use_reentrant=True))
-
-
-def recompute_a_block_twice() -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_unit_recomputed_several_times_adds_up_its_means() -> None:
     """Each arrival of the block's gradient is averaged by itself; the means add up, in the order of their coming."""
+
+    class Again(nn.Module):
+        """One block that runs three times in a pass, twice of them under a reentrant checkpoint."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = checkpoint(self.block, torch.tanh(self.first(x)), use_reentrant=True)
+            return self.block(checkpoint(self.block, torch.tanh(x), use_reentrant=True))
+
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     plain, arrivals = Again(), {}
 
@@ -109,22 +112,16 @@ def recompute_a_block_twice() -> list[str]:
             means = [sum(came[arrival::number]) / world for arrival in range(number)]
             param.grad = functools.reduce(torch.add, means)
         model(batch("mlp", step, rank)[..., :1] * torch.ones(4)).square().mean().backward()
-        if wrong := differing_grads(model, plain):
-            return wrong
+        assert_same_grads(model, plain)
         model.zero_grad()
         plain.zero_grad()
     for handle in handles:
         handle.remove()
-    return []
 
 
-def test_a_unit_that_is_recomputed_several_times_in_a_pass_adds_up_the_means_of_each() -> None:
-    assert run_ranks(recompute_a_block_twice, 2) == [[], []]
-
-
-def train_beside_ddp() -> list[str]:
+@pytest.mark.ranks(2)
+def test_two_ranks_are_bitwise_equal_to_ddp():
     rank = torch.distributed.get_rank()
-    wrong = []
     for optimizer, no_sync, reshard in itertools.product(OPTIMIZERS, (False, True), (True, False)):
         case = Case("gpt", optimizer, reshard=reshard)
         plain = case.build()
@@ -141,28 +138,19 @@ def train_beside_ddp() -> list[str]:
                 loss = loss_of(each(batch("gpt", step, rank, 0)))
                 loss.backward()
                 losses.append(loss.item())
-            if losses[0] != losses[1]:
-                wrong.append(f"step {step}: loss {losses[0]} instead of {losses[1]}")
-            wrong += differing_grads(model, plain)
-            grads, norm = [p.grad for p in plain.parameters()], model.clip_grad_norm_(1.0)
-            if not is_norm_of(norm, grads):
-                wrong.append(f"step {step}: norm {norm} instead of the plain model's")
-            torch._foreach_mul_(grads, torch.clamp(1.0 / (norm + 1e-6), max=1.0))
+            assert losses[0] == losses[1], f"step {step}: loss {losses[0]} instead of {losses[1]}"
+            assert_same_grads(model, plain)
+            clip_both(model, plain, 1.0)
             for each in optimizers:
                 each.step()
                 each.zero_grad()
-        wrong += differing_weights(model, plain)
-        if wrong:
-            return [f"{case}, no_sync {no_sync}: {line}" for line in wrong]
-    return []
+        assert_equal(model, plain)
 
 
-def test_two_ranks_are_bitwise_equal_to_ddp():
-    assert run_ranks(train_beside_ddp, 2) == [[], []]
-
-
-def train_beside_one_process() -> list[str]:
+@pytest.mark.ranks(2, 3)
+def test_it_equals_one_process_with_the_whole_batch():
     """All micro-batches of a step as one batch, which no rank order or division touches."""
+    world = group_of().size
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     worst = 0.0
     for optimizer, model_kind in itertools.product(OPTIMIZERS, ("gpt", "mlp")):
@@ -183,16 +171,12 @@ def train_beside_one_process() -> list[str]:
                 each.zero_grad()
         ours, theirs = model.state_dict(), plain.state_dict()
         worst = max(worst, *(float((ours[name] - theirs[name]).abs().max()) for name in theirs))
-    return [] if worst <= 1e-10 else [f"weights off by {worst}"]
+    assert worst <= 1e-10, f"weights off by {worst}"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_it_equals_one_process_with_the_whole_batch(world):
-    assert not any(run_ranks(train_beside_one_process, world))
-
-
-def measure_norms() -> list[str]:
-    wrong = []
+@pytest.mark.fault(72)
+@pytest.mark.ranks(1, 2, 4)
+def test_gradients_are_clipped_by_any_norm():
     plain = Net("mlp").double()
     model = shard(copy.deepcopy(plain), Case("mlp", wrapping="deep"))
     for each in (model, plain):
@@ -200,29 +184,18 @@ def measure_norms() -> list[str]:
     for norm_type in (1.0, 1.5, 2.0, 3.0, float("inf")):
         expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
         norm = model.clip_grad_norm_(1e9, norm_type)
-        if not torch.allclose(norm, expected, rtol=1e-10, atol=0.0):
-            wrong.append(f"norm {norm_type}: {norm.item()!r} instead of {expected.item()!r}")
+        assert torch.allclose(norm, expected, rtol=1e-10, atol=0.0)
     before = [param.grad.clone() for param in model.parameters()]
     norm = model.clip_grad_norm_(0.01)
-    wrong += [
-        "not scaled by torch's factor"
-        for param, grad in zip(model.parameters(), before, strict=True)
-        if not torch.equal(param.grad, grad * (0.01 / (norm + 1e-6)))
-    ]
-    return wrong
-
-
-@pytest.mark.fault(72)
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_gradients_are_clipped_by_any_norm(world):
-    assert not any(run_ranks(measure_norms, world))
+    factor = 0.01 / (norm + 1e-6)  # As torch has it.
+    assert_equal([param.grad for param in model.parameters()], [grad * factor for grad in before])
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize("wrapping", ["root", "blocks", "deep", "leaves"])
-def test_every_combination_is_bitwise_that_of_the_reference(world, precision, wrapping):
+@pytest.mark.ranks(*WORLDS, limit_seconds=3600)
+def test_every_combination_is_bitwise_that_of_the_reference(precision, wrapping):
     cases = [
         Case("gpt", optimizer, wrapping, reshard, precision, *batches, how, clip=True, flatten=flatten)
         for optimizer, reshard, batches, how, flatten in itertools.product(
@@ -233,4 +206,4 @@ def test_every_combination_is_bitwise_that_of_the_reference(world, precision, wr
             [False, True],
         )
     ]
-    assert not any(run_ranks(run_cases, world, cases, limit_seconds=3600))
+    assert_cases_train_as_plain(cases)

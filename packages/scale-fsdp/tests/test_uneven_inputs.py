@@ -6,11 +6,10 @@ import copy
 
 import pytest
 import torch
-from fsdp_cases import differing_weights
 from torch import Tensor, nn
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
 from scale_fsdp import fully_shard
 
@@ -32,7 +31,8 @@ def models() -> tuple[nn.Module, nn.Module]:
     return plain, fully_shard(model)
 
 
-def equal_batches_to_the_bit() -> list[str]:
+@pytest.mark.ranks(3)
+def test_ranks_with_fewer_batches_leave_the_average_alone() -> None:
     """The reference: the gradients of those that have a batch, summed in rank order, divided by how many they are."""
     plain, model = models()
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model)]
@@ -42,10 +42,10 @@ def equal_batches_to_the_bit() -> list[str]:
         model.clip_grad_norm_(1e6)
         optimizers[1].step()
         optimizers[1].zero_grad()
-    everyones = [batches(each) for each in range(size)]
+    by_rank = [batches(each) for each in range(size)]
     for step in range(max(LENGTHS[:size])):
         grads: list[list[Tensor]] = []
-        for mine in everyones:
+        for mine in by_rank:
             if step < len(mine):
                 plain.zero_grad()
                 plain(mine[step]).square().mean().backward()
@@ -53,27 +53,29 @@ def equal_batches_to_the_bit() -> list[str]:
         for param, *summands in zip(plain.parameters(), *grads, strict=True):
             param.grad = sum(summands[1:], summands[0]) / len(summands)
         optimizers[0].step()
-    return differing_weights(model, plain)
+    assert_equal(model, plain)
 
 
-def by_samples_as_one_process() -> float:
-    """The reference: one process, one batch of all samples that there are; returns the largest distance."""
+@pytest.mark.ranks(2)
+def test_counted_by_samples_it_is_one_process_on_all_of_them() -> None:
+    """The reference: one process, one batch of all samples that there are."""
     plain, model = models()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for batch in join(batches(group_of().rank, last=1), samples=len):
         model(batch).square().mean().backward()
         optimizers[1].step()
         optimizers[1].zero_grad()
-    everyones = [batches(each, last=1) for each in range(group_of().size)]
+    by_rank = [batches(each, last=1) for each in range(group_of().size)]
     for step in range(max(LENGTHS[: group_of().size])):
         plain.zero_grad()
-        plain(torch.cat([mine[step] for mine in everyones if step < len(mine)])).square().mean().backward()
+        plain(torch.cat([mine[step] for mine in by_rank if step < len(mine)])).square().mean().backward()
         optimizers[0].step()
-    ours, theirs = model.state_dict(), plain.state_dict()
-    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+    # Another order of the same sums: a few units in the last place of numbers around 1.
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0.0, atol=1e-6)
 
 
-def accumulation_is_refused() -> None:
+@pytest.mark.ranks(2)
+def test_micro_batches_under_no_sync_are_refused() -> None:
     _, model = models()
     for number, batch in enumerate(join(batches(group_of().rank))):
         if number < min(LENGTHS[:2]):
@@ -82,16 +84,3 @@ def accumulation_is_refused() -> None:
         with model.no_sync(), pytest.raises(RuntimeError, match="yield all micro-batches of a step together"):
             model(batch).sum().backward()
         break
-
-
-def test_ranks_with_fewer_batches_change_nothing_in_the_average_of_the_others() -> None:
-    assert run_ranks(equal_batches_to_the_bit, 3) == [[]] * 3
-
-
-def test_counted_by_samples_it_is_one_process_on_all_of_them() -> None:
-    # Another order of the same sums: a few units in the last place of numbers around 1.
-    assert max(run_ranks(by_samples_as_one_process, 2)) < 1e-6
-
-
-def test_micro_batches_under_no_sync_are_refused() -> None:
-    run_ranks(accumulation_is_refused, 2)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from scale_core.comm.group import group_of
 from scale_core.consistency.execution_order import Event
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_fsdp.runtime.step import root_of
 from scale_fsdp.runtime.unit import Unit, unit_of
@@ -22,7 +22,8 @@ def mixed_unit() -> Unit:
     return unit
 
 
-def moved_together() -> None:
+@pytest.mark.ranks(0, 2)
+def test_buffers_of_several_dtypes_move_together() -> None:
     unit = mixed_unit()
     plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
     torch.manual_seed(0)
@@ -51,13 +52,14 @@ def moved_together() -> None:
     assert not unit.gathered and not unit.is_stale
 
 
-def reduced_grads(unit: Unit) -> list[torch.Tensor]:
-    grads = [param.grad for buffer in unit.buffers for param in buffer.sharded_params]
-    return [grad for grad in grads if grad is not None]
-
-
-def withheld() -> None:
+@pytest.mark.ranks(0, 2)
+def test_withheld_gradients_are_zeros_until_a_discard() -> None:
     """A rank that has failed sends zeros; what had waited is there again when that is over."""
+
+    def reduced_grads(unit: Unit) -> list[torch.Tensor]:
+        grads = [param.grad for buffer in unit.buffers for param in buffer.sharded_params]
+        return [grad for grad in grads if grad is not None]
+
     unit = mixed_unit()
     root_of(unit)
     for buffer in unit.buffers:
@@ -77,13 +79,3 @@ def withheld() -> None:
     grads = reduced_grads(unit)
     assert len(grads) == 4 and all(bool((grad == 1).all()) for grad in grads)
     assert not any(buffer.has_gradient for buffer in unit.buffers)
-
-
-def test_buffers_of_several_dtypes_move_together_and_are_on_record_once() -> None:
-    moved_together()
-    run_ranks(moved_together, 2)
-
-
-def test_withheld_gradients_are_zeros_until_a_discard_and_wait_on_after_it() -> None:
-    withheld()
-    run_ranks(withheld, 2)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scale_check.exact import gather_values
 from scale_core.comm.collectives import subgroup_of
 from scale_core.comm.group import group_of
 from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_fsdp.runtime.unit import unit_of, units_in
 
@@ -56,7 +56,84 @@ def my_part(model: nn.Module, wholes: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def unsharded() -> None:
+class SGDOfItsOwn(torch.optim.Optimizer):
+    """Leaves out what is empty on this rank, or writes to `param.data`, which counts no versions."""
+
+    def __init__(self, params: Iterable[Tensor], *, by_data: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.by_data = by_data
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None and param.numel():
+                (param.data if self.by_data else param).add_(param.grad, alpha=-0.1)
+
+
+def with_a_layer_of_one_element() -> tuple[nn.Sequential, nn.Sequential]:
+    """A model as it is, and sharded: rank 0 alone has the last layer's one element."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
+    return plain, sharded(plain, limit_seconds=10.0)
+
+
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.ranks(2)
+def test_units_are_gathered_again_after_steps_in_hooks(by_data: bool) -> None:
+    """A kept full parameter is gathered anew after optimizers have stepped in hooks on shards."""
+    plain, model = with_a_layer_of_one_element()
+    model.set_reshard_after_backward(False)
+    for each in (plain, model):
+        optimizers = {param: SGDOfItsOwn([param], by_data=by_data) for param in each.parameters()}
+
+        def step(param: Tensor, optimizers: dict[Tensor, SGDOfItsOwn] = optimizers) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in each.parameters():
+            param.register_post_accumulate_grad_hook(step)
+    x, equal = torch.ones(2, 4), []
+    for _ in range(3):
+        for each in (plain, model):
+            each(x).square().mean().backward()
+        with torch.no_grad():
+            equal.append(torch.equal(model(x), plain(x)))
+    assert equal == [True] * 3
+
+
+@pytest.mark.ranks(3)
+def test_steps_on_a_model_of_some_ranks_leave_others_gathered() -> None:
+    """Ranks 0 and 1 train another model beside one of all ranks that is kept unsharded."""
+    size = 2
+    torch.manual_seed(0)
+    everyone = group_of()
+    actor = fully_shard(nn.Linear(4, 4, bias=False), limit_seconds=10.0)
+    few = subgroup_of(everyone, range(size))
+    x = torch.ones(2, 4)
+    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
+    found = []
+    for _ in range(2):
+        actor.unshard()
+        if everyone.rank < size:
+            critic = fully_shard(nn.Linear(4, 2), few, limit_seconds=10.0)
+            critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+            critic(x).square().mean().backward()
+            critic_optimizer.step()
+        loss = actor(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    first, *others = gather_values(found)
+    assert first[0] > first[1]
+    assert all(other == first for other in others)
+
+
+def states(model: nn.Sequential) -> list[bool]:
+    return [unit_of(model[number]).gathered for number in (0, 2, 4)]
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_an_unsharded_unit_stays_until_it_is_released() -> None:
     plain = layers()
     model = sharded(plain)
     first = model[0]
@@ -102,28 +179,10 @@ def unsharded() -> None:
     assert torch.equal(shown, model.state_dict()["0.weight"])
 
 
-class SGDOfItsOwn(torch.optim.Optimizer):
-    """Leaves out what is empty on this rank, or writes to `param.data`, which counts no versions."""
-
-    def __init__(self, params: Iterable[Tensor], *, by_data: bool) -> None:
-        super().__init__(params, {"lr": 0.1})
-        self.by_data = by_data
-
-    @torch.no_grad()
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            if param.grad is not None and param.numel():
-                (param.data if self.by_data else param).add_(param.grad, alpha=-0.1)
-
-
-def with_a_layer_of_one_element() -> tuple[nn.Sequential, nn.Sequential]:
-    """A model as it is, and sharded: rank 0 alone has the last layer's one element."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1, bias=False))
-    return plain, sharded(plain, limit_seconds=10.0)
-
-
-def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.ranks(2)
+def test_all_ranks_gather_again_after_a_step(by_data: bool, keeps: bool) -> None:
     """The layer of one element is unsharded, or kept so, while an optimizer steps."""
     plain, model = with_a_layer_of_one_element()
     model[1].set_reshard_after_backward(not keeps)
@@ -139,67 +198,13 @@ def stepped_after_unshard(by_data: bool, keeps: bool) -> list[bool]:
         with torch.no_grad():
             equal.append(torch.equal(model(x), plain(x)))
     assert local_tensor(model[1].weight).numel() == (group_of().rank == 0) or keeps
-    return equal
+    assert equal == [True] * 3
 
 
-def stepped_in_hooks(by_data: bool) -> list[bool]:
-    """A kept full parameter is gathered anew after optimizers have stepped in hooks on shards."""
-    plain, model = with_a_layer_of_one_element()
-    model.set_reshard_after_backward(False)
-    for each in (plain, model):
-        optimizers = {param: SGDOfItsOwn([param], by_data=by_data) for param in each.parameters()}
-
-        def step(param: Tensor, optimizers: dict[Tensor, SGDOfItsOwn] = optimizers) -> None:
-            optimizers[param].step()
-            optimizers[param].zero_grad()
-
-        for param in each.parameters():
-            param.register_post_accumulate_grad_hook(step)
-    x, equal = torch.ones(2, 4), []
-    for _ in range(3):
-        for each in (plain, model):
-            each(x).square().mean().backward()
-        with torch.no_grad():
-            equal.append(torch.equal(model(x), plain(x)))
-    return equal
-
-
-@pytest.mark.parametrize("by_data", [False, True])
-def test_what_is_kept_is_gathered_anew_after_steps_in_hooks_on_shards(by_data: bool) -> None:
-    assert run_ranks(stepped_in_hooks, 2, by_data) == [[True] * 3] * 2
-
-
-def another_model_stepped(size: int) -> list[float]:
-    """Ranks 0 and 1 train another model beside one of all ranks that is kept unsharded."""
-    torch.manual_seed(0)
-    everyone = group_of()
-    actor = fully_shard(nn.Linear(4, 4, bias=False), limit_seconds=10.0)
-    few = subgroup_of(everyone, range(size))
-    x = torch.ones(2, 4)
-    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
-    found = []
-    for _ in range(2):
-        actor.unshard()
-        if everyone.rank < size:
-            critic = fully_shard(nn.Linear(4, 2), few, limit_seconds=10.0)
-            critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
-            critic(x).square().mean().backward()
-            critic_optimizer.step()
-        loss = actor(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
-def test_steps_on_a_model_of_some_ranks_leave_one_of_all_ranks_gathered() -> None:
-    first, *others = run_ranks(another_model_stepped, 3, 2)
-    assert first[0] > first[1]
-    assert all(other == first for other in others)
-
-
-def unshard_without_memory(inside: bool) -> str:
-    """Rank 1 has no memory for the second of a layer's two buffers; returns what was raised."""
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.ranks(2)
+def test_a_rank_without_memory_to_unshard_raises_on_all_ranks(inside: bool) -> None:
+    """Rank 1 has no memory for the second of a layer's two buffers."""
     plain, limit = layers(), 120.0
     plain[0].bias.data = plain[0].bias.data.half()
     plain[0].forward = lambda x: x @ plain[0].weight.t()  # type: ignore[method-assign]
@@ -230,10 +235,13 @@ def unshard_without_memory(inside: bool) -> str:
     hook.remove()
     first.unshard()
     assert torch.equal(first.weight, plain[0].weight) and torch.equal(model(x), plain(x))
-    return f"{type(raised.value).__name__}: {raised.value}"
+    first, second = gather_values(f"{type(raised.value).__name__}: {raised.value}")
+    assert first.startswith("StepError: ") and "because rank 1 failed" in first and "no memory to unshard" in first
+    assert second.startswith("OutOfMemoryError: no memory to unshard")
 
 
-def gradients_left_unreduced() -> None:
+@pytest.mark.ranks(2)
+def test_gradients_of_a_unit_can_be_left_unreduced() -> None:
     """Switched off for one unit and two micro-batches, its gradients wait; the others are reduced each time."""
     plain, size, rank = layers(), group_of().size, group_of().rank
     model = sharded(plain)
@@ -259,11 +267,8 @@ def gradients_left_unreduced() -> None:
         assert param.grad is not None and torch.equal(local_tensor(param.grad), grad)
 
 
-def states(model: nn.Sequential) -> list[bool]:
-    return [unit_of(model[number]).gathered for number in (0, 2, 4)]
-
-
-def release_is_switched() -> None:
+@pytest.mark.ranks(2)
+def test_resharding_can_be_switched_between_passes() -> None:
     model = sharded(layers())
     x = data(0, group_of().rank)
     for _ in range(2):
@@ -283,7 +288,8 @@ def release_is_switched() -> None:
     assert states(model) == [False] * 3
 
 
-def fetched_by_hand() -> None:
+@pytest.mark.ranks(2)
+def test_modules_named_by_hand_are_fetched_ahead() -> None:
     """The last layer is on its way as soon as the first one runs, in the very first pass."""
     model = sharded(layers())
     model[0].set_modules_to_forward_prefetch([model[4]])
@@ -296,37 +302,8 @@ def fetched_by_hand() -> None:
     assert seen["forward"][2] and not seen["forward"][1]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_what_is_gathered_by_hand_stays_until_it_is_released_by_hand_or_by_a_pass(num_ranks: int) -> None:
-    run_ranks(unsharded, num_ranks)
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("by_data", [False, True])
-def test_all_ranks_gather_again_after_a_step_whatever_it_wrote_on_them(by_data: bool, keeps: bool) -> None:
-    assert run_ranks(stepped_after_unshard, 2, by_data, keeps) == [[True] * 3] * 2
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_rank_without_memory_to_unshard_raises_on_all_ranks(inside: bool) -> None:
-    first, second = run_ranks(unshard_without_memory, 2, inside)
-    assert first.startswith("StepError: ") and "because rank 1 failed" in first and "no memory to unshard" in first
-    assert second.startswith("OutOfMemoryError: no memory to unshard")
-
-
-def test_gradients_of_a_unit_can_be_left_unreduced_for_some_passes() -> None:
-    run_ranks(gradients_left_unreduced, 2)
-
-
-def test_release_after_forward_and_backward_can_be_switched_between_passes() -> None:
-    run_ranks(release_is_switched, 2)
-
-
-def test_modules_named_by_hand_are_fetched_ahead() -> None:
-    run_ranks(fetched_by_hand, 2)
-
-
-def parts_by_themselves() -> None:
+@pytest.mark.ranks(1, 2)
+def test_a_unit_that_runs_by_itself_fetches_nothing_of_the_rest() -> None:
     model, x = sharded(layers()), torch.ones(2, 3)
     for _ in range(2):
         model[0].set_modules_to_forward_prefetch([model[2]])
@@ -336,11 +313,6 @@ def parts_by_themselves() -> None:
         model(x).sum().backward()
         model.double()
         x = x.double()
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_unit_that_runs_by_itself_fetches_nothing_of_the_rest(num_ranks: int) -> None:
-    run_ranks(parts_by_themselves, num_ranks)
 
 
 def test_a_unit_of_another_model_is_not_fetched() -> None:

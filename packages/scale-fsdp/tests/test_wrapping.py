@@ -32,7 +32,7 @@ def test_outside_of_the_context_modules_come_back_as_they_are():
     assert not any(isinstance(module, Wrapper) for module in model.modules())
 
 
-def test_arguments_of_the_call_go_before_those_of_the_module_and_those_before_the_contexts():
+def test_arguments_of_the_call_come_first_then_the_module_s():
     module = nn.Linear(2, 2)
     module.wrapper_config = {"b": "module", "c": "module"}
     with enable_wrap(wrapper_cls=Wrapper, a="context", b="context", c="context"):
@@ -71,7 +71,7 @@ def test_another_thread_does_not_see_the_context():
     assert isinstance(seen[0], nn.ReLU)
 
 
-def test_children_are_wrapped_before_their_parents_and_keep_their_places():
+def test_children_are_wrapped_before_their_parents():
     model = nn.Sequential(linears(4, 4), nn.ReLU(), nn.Linear(4, 4))
     seen = []
 
@@ -118,7 +118,7 @@ def test_a_configuration_that_is_no_mapping_is_refused():
         wrap(module)
 
 
-def test_a_shared_module_is_counted_once_and_wrapped_once_at_all_its_places():
+def test_a_shared_module_is_counted_and_wrapped_once():
     shared = nn.Linear(4, 4, bias=False)
     model = nn.Sequential(shared, nn.Sequential(shared, nn.ReLU()), shared)
     assert plan_units(model, size_policy(17)) == []
@@ -156,7 +156,7 @@ def test_what_is_sharded_in_place_already_is_left_alone():
     assert plan_units(model, size_policy(17)) == []
 
 
-def test_modules_are_sharded_in_place_children_first_and_the_root_around_the_rest():
+def test_modules_are_sharded_in_place_children_first():
     model = Model()
     model.layers[1].wrapper_config = {"reshard_after_forward": False}
     assert fully_shard_modules(model, class_policy("Block"), reshard_after_forward=True) is model
@@ -166,12 +166,12 @@ def test_modules_are_sharded_in_place_children_first_and_the_root_around_the_res
     assert [unit.reshard_after_forward for unit in units.values()] == [True, True, False]
 
 
-def test_the_root_is_sharded_once_where_the_policy_selects_it_too():
+def test_a_root_that_the_policy_selects_is_sharded_once():
     model = fully_shard_modules(linears(4, 4), size_policy(20))
     assert [unit.module for unit in units_in(model)] == [model]
 
 
-def test_what_is_sharded_is_found_from_outside_also_around_an_empty_unit():
+def test_units_are_found_also_inside_an_empty_one():
     model = nn.Sequential(FullyShardedDataParallel(nn.Sequential(fully_shard(nn.Linear(2, 2)))), nn.Linear(2, 2))
     outer = model[0].module
     assert get_fsdp_instances(model) == [outer, outer[0]]
@@ -192,11 +192,10 @@ def test_the_examples_in_the_docstring_hold():
     assert tried >= 5 and failed == 0
 
 
-class Packed(torch.Tensor):
-    """As the quantized weights of some libraries are."""
+def test_a_parameter_that_cant_be_cut_is_refused_or_ignored():
+    class Packed(torch.Tensor):
+        """As the quantized weights of some libraries are."""
 
-
-def test_a_parameter_that_cant_be_cut_is_refused_by_name_or_stays_whole_where_it_is_ignored():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     packed = nn.Parameter(torch.ones(3, 3).as_subclass(Packed), requires_grad=False)
     model[0].weight = packed

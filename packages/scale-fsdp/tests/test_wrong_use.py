@@ -5,12 +5,10 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_beside import noise, sharded
-from fsdp_cases import differing_grads
+from fsdp_parity import assert_same_grads, noise, sharded
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from scale_core.testing import run_ranks
 from scale_fsdp import OffloadOptimizer, class_policy, fully_shard, fully_shard_modules, get_fsdp_instances
 
 
@@ -46,7 +44,9 @@ class Tied(nn.Module):
         return self.head(torch.relu(self.embed(x)))
 
 
-def change_between_forward_and_backward(reshard: bool) -> list[str]:
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(1, 2)
+def test_weights_may_not_change_before_the_backward(reshard):
     linears = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     messages = []
     for plain, units in ((linears, ["0", "1", ""]), (Tied(), ["embed", "head", ""])):
@@ -72,16 +72,9 @@ def change_between_forward_and_backward(reshard: bool) -> list[str]:
             optimizer.zero_grad()
             model(noise(2, 3)).sum().backward()
             assert all(param.grad is not None for param in model.parameters())
-    return messages
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
-def test_weights_that_a_forward_has_used_may_not_change_before_its_backward(world, reshard):
-    for messages in run_ranks(change_between_forward_and_backward, world, reshard):
-        half = len(messages) // 2
-        assert all("unit '1'" in message or "root" in message for message in messages[:half])
-        assert all("unit 'head'" in message or "root" in message for message in messages[half:])
+    half = len(messages) // 2
+    assert all("unit '1'" in message or "root" in message for message in messages[:half])
+    assert all("unit 'head'" in message or "root" in message for message in messages[half:])
 
 
 def test_an_optimizer_of_the_plain_parameters_is_refused_by_name():
@@ -97,7 +90,7 @@ def test_an_optimizer_of_the_plain_parameters_is_refused_by_name():
 
 
 @pytest.mark.fault(81)
-def test_the_error_of_an_optimizer_of_the_plain_parameters_has_the_whole_line_that_mends_it():
+def test_the_error_of_such_an_optimizer_has_the_line_to_write():
     model = nn.Linear(3, 3)
     optimizer = OffloadOptimizer(torch.optim.AdamW, model.parameters())
     fully_shard(model)(noise(2, 3)).sum().backward()
@@ -107,7 +100,7 @@ def test_the_error_of_an_optimizer_of_the_plain_parameters_has_the_whole_line_th
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("how", [fully_shard, lambda model: fully_shard_modules(model, class_policy(nn.Linear))])
-def test_hooks_that_would_be_lost_with_the_plain_parameters_are_refused_and_nothing_is_changed(how, register):
+def test_hooks_on_plain_parameters_are_refused(how, register):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     handle = getattr(model[1].bias, register)(lambda _: None)
     with pytest.raises(ValueError, match=r"a hook is registered on '1.bias'.*register_local_grad_hook"):
@@ -125,7 +118,7 @@ def test_a_lazy_module_has_to_have_run():
     assert fully_shard(model)(noise(2, 5)).shape == (2, 3)
 
 
-def test_gradient_hooks_on_local_shards_are_refused_by_the_next_forward():
+def test_gradient_hooks_on_shards_fail_the_next_forward():
     for flatten in (False, True):
         model = sharded(nn.Sequential(nn.Linear(3, 3)), [""], flatten_parameters=flatten)
         model(noise(2, 3)).sum().backward()
@@ -136,20 +129,20 @@ def test_gradient_hooks_on_local_shards_are_refused_by_the_next_forward():
         model(noise(2, 3)).sum().backward()
 
 
-class Differentiated(nn.Module):
-    """Takes a gradient inside of its forward, as energies' forces are taken."""
+@pytest.mark.ranks(1, 2)
+def test_gradients_taken_inside_a_forward_are_refused():
+    class Differentiated(nn.Module):
+        """Takes a gradient inside of its forward, as energies' forces are taken."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.energy, self.inside = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), True
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.energy, self.inside = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), True
 
-    def forward(self, x):
-        energy = self.energy(x).sum()
-        return torch.autograd.grad(energy, x)[0] if self.inside else energy
+        def forward(self, x):
+            energy = self.energy(x).sum()
+            return torch.autograd.grad(energy, x)[0] if self.inside else energy
 
-
-def differentiate_inside() -> str:
     plain = Differentiated()
     messages = []
     inside = sharded(plain, [""])(noise(2, 3).requires_grad_())  # It passes no unit's outputs, and is right.
@@ -166,12 +159,8 @@ def differentiate_inside() -> str:
         norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])
         assert torch.allclose(model.clip_grad_norm_(1e9), norm)
         plain.inside = True
-    return "\n".join(messages)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_gradients_taken_inside_a_forward_are_refused_and_training_goes_on(world):
-    assert all("root" in message for message in run_ranks(differentiate_inside, world))
+    message = "\n".join(messages)
+    assert "root" in message
 
 
 @pytest.mark.fault(78)
@@ -195,36 +184,27 @@ def test_second_order_gradients_are_refused_and_training_goes_on():
     assert all(param.grad is not None for param in model.parameters())
 
 
-def backward_twice() -> str:
+@pytest.mark.fault(77)
+@pytest.mark.ranks(1, 2)
+def test_a_second_backward_adds_the_same_gradient():
     model = sharded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["0", "1", ""])
     loss = model(noise(2, 3)).square().sum()
     loss.backward(retain_graph=True)
     once = [param.grad.clone() for param in model.parameters()]
     loss.backward()
-    same = all(torch.equal(p.grad, 2 * grad) for p, grad in zip(model.parameters(), once, strict=True))
-    return "doubled" if same else "wrong"
+    assert all(torch.equal(p.grad, 2 * grad) for p, grad in zip(model.parameters(), once, strict=True))
 
 
-@pytest.mark.fault(77)
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_second_backward_through_a_retained_graph_adds_the_same_gradient(world):
-    assert run_ranks(backward_twice, world) == ["doubled"] * world
-
-
-def use_a_foreign_group() -> str:
-    group = dist.new_group([0])
-    if dist.get_rank() == 0:
-        return "member"
-    with pytest.raises(ValueError, match="no member") as caught:
-        fully_shard(nn.Linear(2, 2), group)
-    return str(caught.value)
-
-
+@pytest.mark.ranks(2)
 def test_a_rank_outside_of_the_group_is_told_so():
-    assert "new_group" in run_ranks(use_a_foreign_group, 2)[1]
+    group = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match=r"no member[\s\S]*new_group"):
+            fully_shard(nn.Linear(2, 2), group)
 
 
-def shard_what_is_parallel_already() -> tuple[str, list[str]]:
+@pytest.mark.ranks(2)
+def test_dtensors_over_the_same_ranks_are_refused():
     """The user's own parallelize_module has made DTensors of one layer's parameters."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -235,34 +215,29 @@ def shard_what_is_parallel_already() -> tuple[str, list[str]]:
     fully_shard(model[0], mesh)  # The layer beside it.
     model(noise(2, 2)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
-    return str(caught.value), kinds
+    message, kinds = (str(caught.value), kinds)
+    assert "'1.weight' is a shard [1, 2] of a parameter [2, 2]" in message and 'mesh["data"]' in message
+    assert kinds == ["Tensor", "Tensor", "DTensor", "DTensor"]
 
 
-def test_dtensors_over_the_ranks_that_were_given_are_refused_by_name_and_nothing_is_changed():
-    for message, kinds in run_ranks(shard_what_is_parallel_already, 2):
-        assert "'1.weight' is a shard [1, 2] of a parameter [2, 2]" in message and 'mesh["data"]' in message
-        assert kinds == ["Tensor", "Tensor", "DTensor", "DTensor"]
-
-
+@pytest.mark.ranks(2)
 def test_a_mesh_of_three_dimensions_says_which_to_pass():
-    assert all("mesh['replicate', 'shard']" in message for message in run_ranks(use_a_cube, 2))
-
-
-def use_a_cube() -> str:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match="one dimension") as caught:
         fully_shard(nn.Linear(2, 2), mesh)
-    return str(caught.value)
+    message = str(caught.value)
+    assert "mesh['replicate', 'shard']" in message
 
 
-def test_a_plain_model_can_be_copied_before_and_its_copies_sharded_by_themselves():
+def test_copies_of_a_plain_model_are_sharded_by_themselves():
     plain = nn.Sequential(nn.Linear(2, 2))
     first, second = (fully_shard(copy.deepcopy(plain)) for _ in range(2))
     first(noise(1, 2)).sum().backward()
     assert all(param.grad is None for param in second.parameters())
 
 
-def take_second_derivatives() -> None:
+@pytest.mark.ranks(2)
+def test_a_gradient_penalty_through_a_unit_is_refused():
     model = sharded(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)), ["0", ""])
     inputs = noise(2, 2).requires_grad_()
     with pytest.raises(RuntimeError, match=r"create_graph=True has come to .*no second derivative"):
@@ -271,12 +246,8 @@ def take_second_derivatives() -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_a_gradient_penalty_through_released_parameters_is_refused():
-    run_ranks(take_second_derivatives, 2)
-
-
 @pytest.mark.parametrize("flatten", [False, True])
-def test_parameters_that_are_lent_for_a_call_are_refused_and_the_models_own_are_not(flatten):
+def test_parameters_lent_for_a_call_are_refused(flatten):
     plain = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model = sharded(plain, ["1", ""], flatten_parameters=flatten)
     x = noise(2, 3)
@@ -295,21 +266,23 @@ def test_parameters_that_are_lent_for_a_call_are_refused_and_the_models_own_are_
     assert torch.equal(model.state_dict()["0.weight"], plain[0].weight)
 
 
-class Writes(nn.Module):
-    """Changes its own weight in a forward, if it is asked to."""
+@pytest.mark.ranks(2)
+def test_a_forward_that_writes_to_its_parameters_is_refused():
+    """The change would be lost with the gathered copy: every rank would train other weights than the plain model."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.now = nn.Linear(3, 3), False
+    class Writes(nn.Module):
+        """Changes its own weight in a forward, if it is asked to."""
 
-    def forward(self, x):
-        if self.now:
-            with torch.no_grad():
-                self.linear.weight.clamp_(-0.1, 0.1)
-        return self.linear(x)
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.now = nn.Linear(3, 3), False
 
+        def forward(self, x):
+            if self.now:
+                with torch.no_grad():
+                    self.linear.weight.clamp_(-0.1, 0.1)
+            return self.linear(x)
 
-def overwrite_in_a_forward() -> list[str]:
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Embedding(7, 3), Writes(), nn.Linear(3, 2))
     model = sharded(plain, ["0", "1", ""])
@@ -324,11 +297,4 @@ def overwrite_in_a_forward() -> list[str]:
         for each in (model, plain):
             each.zero_grad()
             each(x).square().mean().backward()
-        if wrong := differing_grads(model, plain):
-            return [f"step {step}: {line}" for line in wrong]
-    return []
-
-
-def test_a_forward_that_writes_to_its_parameters_is_refused_and_training_goes_on():
-    """The change would be lost with the gathered copy: every rank would train other weights than the plain model."""
-    assert not any(run_ranks(overwrite_in_a_forward, 2))
+        assert_same_grads(model, plain, f"step {step}")

@@ -176,18 +176,3 @@ def train(optimizer: Any, params: Iterable[nn.Parameter], steps: Iterable[int], 
         give_gradients(listed, step, without)
         optimizer.step()
         optimizer.zero_grad()
-
-
-def differing(mine: Any, theirs: Any, where: str = "") -> list[str]:
-    """Where two nested states are not equal to the bit."""
-    if isinstance(theirs, Tensor) or isinstance(mine, Tensor):
-        same = isinstance(mine, Tensor) and isinstance(theirs, Tensor) and mine.dtype == theirs.dtype
-        return [] if same and torch.equal(mine, theirs) else [f"{where}: {mine} instead of {theirs}"]
-    if isinstance(theirs, dict):
-        if not isinstance(mine, dict) or mine.keys() != theirs.keys():
-            return [f"{where}: {list(mine)} instead of {list(theirs)}"]
-        return [line for key in theirs for line in differing(mine[key], theirs[key], f"{where}.{key}")]
-    if isinstance(theirs, list | tuple) and type(mine) is type(theirs) and len(mine) == len(theirs):
-        pairs = enumerate(zip(mine, theirs, strict=True))
-        return [line for place, (a, b) in pairs for line in differing(a, b, f"{where}.{place}")]
-    return [] if mine == theirs else [f"{where}: {mine} instead of {theirs}"]

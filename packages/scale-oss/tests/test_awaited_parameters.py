@@ -20,7 +20,6 @@ from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
 from scale_core.shard import as_local
 from scale_core.sharded_tensor.replicated_parameter import AwaitedParameter, ReplicatedParameter
-from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 from scale_oss.buckets import bucket
 
@@ -39,11 +38,6 @@ class LateGather:
 
     def cancel(self) -> None:
         """Nothing is under way."""
-
-
-class FailedGather(LateGather):
-    def wait(self, limit_seconds: float | None = None) -> None:
-        raise TransferError("all_gather", 1, "it is gone")
 
 
 class Clip(nn.Module):
@@ -157,21 +151,23 @@ WAYS: list[Callable[[Clip, list[Tensor], list[Any]], None]] = [
 ]
 
 
-def train(model: nn.Module, inner: Clip, optimizer: Any, ranks: list[int], way: Callable[..., None]) -> list[Tensor]:
-    """Three steps, after each of which the program does something with the parameters; returns what it has seen."""
-    seen: list[Tensor] = []
-    aliases = [param.data for param in inner.parameters()] if way is clamp_saved_aliases else []
-    saved = [list(inner.parameters()), aliases, AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.5))]
-    for step in range(3):
-        losses = [model(data(rank, step)).square().mean() for rank in ranks]
-        (torch.stack(losses).mean() / 8).backward()
-        optimizer.step()
-        way(inner, seen, saved)
-        optimizer.zero_grad()
-    return [*seen, *(value.clone() for value in inner.state_dict().values())]
+@pytest.mark.ranks(2)
+def test_what_a_program_does_after_a_step_is_right() -> None:
+    def train(
+        model: nn.Module, inner: Clip, optimizer: Any, ranks: list[int], way: Callable[..., None]
+    ) -> list[Tensor]:
+        """Three steps, after each of which the program does something with the parameters; returns what it has seen."""
+        seen: list[Tensor] = []
+        aliases = [param.data for param in inner.parameters()] if way is clamp_saved_aliases else []
+        saved = [list(inner.parameters()), aliases, AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.5))]
+        for step in range(3):
+            losses = [model(data(rank, step)).square().mean() for rank in ranks]
+            (torch.stack(losses).mean() / 8).backward()
+            optimizer.step()
+            way(inner, seen, saved)
+            optimizer.zero_grad()
+        return [*seen, *(value.clone() for value in inner.state_dict().values())]
 
-
-def as_plain() -> None:
     bucket.all_gather = LateGather  # type: ignore[attr-defined, assignment, misc]
     for overlap in (True, False):
         for way in WAYS:
@@ -187,10 +183,6 @@ def as_plain() -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=f"{way.__name__}, {overlap}")
 
 
-def test_what_a_program_does_after_a_step_is_right() -> None:
-    run_ranks(as_plain, 2)
-
-
 def one_step() -> tuple[Clip, ShardedDataParallel, OSS]:
     bucket.all_gather = LateGather  # type: ignore[attr-defined, assignment, misc]
     torch.manual_seed(0)
@@ -202,7 +194,8 @@ def one_step() -> tuple[Clip, ShardedDataParallel, OSS]:
     return model, wrapped, optimizer
 
 
-def reads_without_values() -> None:
+@pytest.mark.ranks(2)
+def test_attributes_that_need_no_values_do_not_wait() -> None:
     """What says nothing of the values leaves the all-gather alone, and each bucket is waited for by itself."""
     model, wrapped, optimizer = one_step()
     for param in model.parameters():
@@ -224,11 +217,8 @@ def reads_without_values() -> None:
     assert {type(param) for param in model.parameters()} == {ReplicatedParameter}
 
 
-def test_attributes_that_need_no_values_do_not_wait() -> None:
-    run_ranks(reads_without_values, 2)
-
-
-def aliases_end_the_overlap() -> None:
+@pytest.mark.ranks(2)
+def test_an_alias_of_a_parameter_is_waited_for_in_the_step() -> None:
     """A bucket of which somebody has an alias is waited for in the step, while that is alive."""
     model, wrapped, optimizer = one_step()
     alias = model.logit_scale.detach().view(1)
@@ -242,12 +232,14 @@ def aliases_end_the_overlap() -> None:
     optimizer.wait()
 
 
-def test_an_alias_of_a_parameter_is_waited_for_in_the_step() -> None:
-    run_ranks(aliases_end_the_overlap, 2)
-
-
-def failed_gathers() -> list[str]:
+@pytest.mark.ranks(2)
+def test_an_update_that_failed_is_an_error_at_each_use() -> None:
     """An update that never came is an error at each use, and names what was waited for."""
+
+    class FailedGather(LateGather):
+        def wait(self, limit_seconds: float | None = None) -> None:
+            raise TransferError("all_gather", 1, "it is gone")
+
     model, wrapped, optimizer = one_step()
     optimizer.wait()
     bucket.all_gather = FailedGather  # type: ignore[attr-defined, assignment, misc]
@@ -258,16 +250,12 @@ def failed_gathers() -> list[str]:
         with pytest.raises(RuntimeError) as caught:
             read()
         messages.append(str(caught.value))
-    return messages
+    assert len(messages) == 3
+    assert all("parameters" in message and "of optimizer 0" in message for message in messages)
 
 
-def test_an_update_that_failed_is_an_error_at_each_use() -> None:
-    for messages in run_ranks(failed_gathers, 2):
-        assert len(messages) == 3
-        assert all("parameters" in message and "of optimizer 0" in message for message in messages)
-
-
-def deleted_optimizers() -> str:
+@pytest.mark.ranks(2)
+def test_an_update_whose_optimizer_is_gone_is_an_error() -> None:
     """The values of a parameter whose optimizer has gone before its update came are not known."""
     model, wrapped, optimizer = one_step()
     params = list(model.parameters())
@@ -275,15 +263,12 @@ def deleted_optimizers() -> str:
     gc.collect()
     with pytest.raises(RuntimeError) as caught:
         params[0].sum()
-    return str(caught.value)
+    message = str(caught.value)
+    assert "was read after its optimizer was deleted" in message and "optimizer.wait()" in message
 
 
-def test_an_update_whose_optimizer_is_gone_is_an_error() -> None:
-    for message in run_ranks(deleted_optimizers, 2):
-        assert "was read after its optimizer was deleted" in message and "optimizer.wait()" in message
-
-
-def older_graphs() -> None:
+@pytest.mark.ranks(2)
+def test_a_graph_from_before_the_step_is_an_error_of_torch() -> None:
     """A backward pass through what the step has changed is torch's own error, even while the update is under way."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -297,11 +282,8 @@ def older_graphs() -> None:
     optimizer.wait()
 
 
-def test_a_graph_from_before_the_step_is_an_error_of_torch() -> None:
-    run_ranks(older_graphs, 2)
-
-
-def compiled_functions() -> None:
+@pytest.mark.ranks(2)
+def test_a_compiled_function_waits_for_parameters() -> None:
     """A compiled function of parameters waits as any other."""
     model, _, optimizer = one_step()
 
@@ -314,11 +296,8 @@ def compiled_functions() -> None:
     assert total(list(model.parameters())).isfinite()
 
 
-def test_a_compiled_function_waits_for_parameters() -> None:
-    run_ranks(compiled_functions, 2)
-
-
-def compared_replicas() -> None:
+@pytest.mark.ranks(2)
+def test_a_comparison_of_replicas_waits_for_parameters() -> None:
     """Replicas are compared once their parameters have arrived."""
     model, _, optimizer = one_step()
     assert all(bucket.is_gathering for bucket in optimizer.buckets)
@@ -327,23 +306,20 @@ def compared_replicas() -> None:
     assert all(param.isfinite().all() for param in model.parameters())
 
 
-def test_a_comparison_of_replicas_waits_for_parameters() -> None:
-    run_ranks(compared_replicas, 2)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.ranks(2)
+def test_a_module_compiled_with_gradients_trains_as_plain() -> None:
+    def train_compiled(model: Clip, call: Callable[[Tensor], Tensor], optimizer: Any, ranks: list[int]) -> list[Tensor]:
+        """Two steps of two micro-batches each: the second is traced while parameters have gradients."""
+        for step in range(2):
+            for micro_batch in range(2):
+                losses = [call(data(rank, 2 * step + micro_batch)).square().mean() for rank in ranks]
+                (torch.stack(losses).mean() / 16).backward()
+                torch._dynamo.reset()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [value.clone() for value in model.state_dict().values()]
 
-
-def train_compiled(model: Clip, call: Callable[[Tensor], Tensor], optimizer: Any, ranks: list[int]) -> list[Tensor]:
-    """Two steps of two micro-batches each: the second is traced while parameters have gradients."""
-    for step in range(2):
-        for micro_batch in range(2):
-            losses = [call(data(rank, 2 * step + micro_batch)).square().mean() for rank in ranks]
-            (torch.stack(losses).mean() / 16).backward()
-            torch._dynamo.reset()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [value.clone() for value in model.state_dict().values()]
-
-
-def compiled_modules() -> None:
     bucket.all_gather = LateGather  # type: ignore[attr-defined, assignment, misc]
     torch.manual_seed(0)
     plain = Clip().double()
@@ -357,12 +333,8 @@ def compiled_modules() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # dynamo's own
-def test_a_module_compiled_while_it_has_gradients_trains_as_a_plain_one() -> None:
-    run_ranks(compiled_modules, 2)
-
-
-def buffers_of_gradients() -> None:
+@pytest.mark.ranks(2)
+def test_no_forward_overwrites_a_sharded_buffer() -> None:
     """A buffer that holds an average of sharded gradients is this rank's own part, and no forward overwrites it."""
     rank = group_of().rank
     model = nn.Linear(6, 2).double()
@@ -377,7 +349,3 @@ def buffers_of_gradients() -> None:
     with as_local():
         assert 0 < before.numel() < 12 and torch.equal(model.average, before)
     assert model.count == 0  # Rank 0's, as of every other buffer.
-
-
-def test_no_forward_overwrites_a_sharded_buffer() -> None:
-    run_ranks(buffers_of_gradients, 2)

@@ -10,7 +10,6 @@ from scale_core.comm.group import Group, group_of
 from scale_core.compat import fake_tensors
 from scale_core.device import buffer_pool
 from scale_core.shard import Placement, shard_of
-from scale_core.testing import run_ranks
 from scale_oss import OSS
 from scale_oss.buckets.bucket import Bucket
 from scale_oss.buckets.partition import BucketPartition, assign_whole, cut_evenly
@@ -62,23 +61,8 @@ def update_and_publish(whole: bool, wire_dtype: torch.dtype | None) -> None:
         assert torch.equal(param, old.detach() + 1 / 3 + 1 / 3)
 
 
-def reduce_and_commit(whole: bool) -> None:
-    group, mine = group_of(), params()
-    bucket = Bucket(mine, partition(group.size, whole), group)
-    for times in (1, 2):
-        for index, param in enumerate(mine):
-            if index != 2:
-                param.grad = torch.full_like(param, float(group.rank + index))
-                bucket.gradient.accumulate(index)
-                assert param.grad is None
-        bucket.reduce(1 << 22)
-        bucket.commit()
-        for index, piece in enumerate(bucket.pieces):
-            mean = 0.0 if index == 2 else sum(rank + index for rank in range(group.size)) / group.size
-            assert piece.grad is not None and bool((piece.grad == times * mean).all())
-
-
-def large_gradients() -> None:
+@pytest.mark.ranks(2)
+def test_the_memory_of_reduced_gradients_is_not_kept() -> None:
     """What a bucket's gradients took is free when they are reduced: other buckets differ in size, and can't take it."""
     group, mine = group_of(), [nn.Parameter(torch.zeros(1 << 19)) for _ in range(2)]
     bucket = Bucket(mine, cut_evenly(["first", "second"], [(1 << 19,)] * 2, group.size), group)
@@ -94,15 +78,11 @@ def large_gradients() -> None:
     assert all(storage.data_ptr() != address for storage in buffer_pool._idle)
 
 
-def test_the_memory_of_reduced_gradients_is_not_kept() -> None:
-    run_ranks(large_gradients, 2)
-
-
 def storages(tensors: list[Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
-def test_parameters_and_pieces_have_their_memory_in_one_buffer_and_are_marked() -> None:
+def test_parameters_and_pieces_are_in_one_buffer_and_marked() -> None:
     mine, before = params(), params()
     group = Group(rank=1, size=2)
     bucket = Bucket(mine, partition(2, False), group)
@@ -119,20 +99,35 @@ def test_parameters_and_pieces_have_their_memory_in_one_buffer_and_are_marked() 
 
 
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.ranks(3)
 def test_updated_parts_reach_all_ranks(whole: bool) -> None:
-    run_ranks(update_and_publish, 3, whole, None)
+    update_and_publish(whole, None)
 
 
-def test_parts_that_travel_rounded_are_kept_unrounded_by_who_updates_them() -> None:
-    run_ranks(update_and_publish, 2, False, torch.float16)
+@pytest.mark.ranks(2)
+def test_parts_sent_rounded_are_kept_unrounded_by_their_owner() -> None:
+    update_and_publish(False, torch.float16)
 
 
 @pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.ranks(3)
 def test_gradients_are_averaged_into_the_pieces(whole: bool) -> None:
-    run_ranks(reduce_and_commit, 3, whole)
+    group, mine = group_of(), params()
+    bucket = Bucket(mine, partition(group.size, whole), group)
+    for times in (1, 2):
+        for index, param in enumerate(mine):
+            if index != 2:
+                param.grad = torch.full_like(param, float(group.rank + index))
+                bucket.gradient.accumulate(index)
+                assert param.grad is None
+        bucket.reduce(1 << 22)
+        bucket.commit()
+        for index, piece in enumerate(bucket.pieces):
+            mean = 0.0 if index == 2 else sum(rank + index for rank in range(group.size)) / group.size
+            assert piece.grad is not None and bool((piece.grad == times * mean).all())
 
 
-def test_pieces_take_their_part_of_a_whole_gradient_sparse_ones_too() -> None:
+def test_pieces_take_their_part_of_a_full_or_sparse_gradient() -> None:
     mine = params()
     bucket = Bucket(mine, partition(2, False), Group(rank=0, size=2))
     mine[0].grad = torch.arange(15.0).view(5, 3).to_sparse()
@@ -145,7 +140,7 @@ def test_pieces_take_their_part_of_a_whole_gradient_sparse_ones_too() -> None:
     assert bucket.pieces[1].grad is None
 
 
-def test_a_parameter_whose_data_was_replaced_is_found_and_taken_back() -> None:
+def test_a_parameter_whose_data_was_replaced_is_taken_back() -> None:
     mine = params()
     bucket = Bucket(mine, partition(1, False), Group())
     assert bucket.moved_indices() == []
@@ -167,17 +162,14 @@ def test_simulated_parameters_are_views() -> None:
         assert bucket.moved_indices() == [1]
 
 
-def addresses(elementwise: bool) -> list[int]:
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.ranks(3)
+def test_parameters_and_their_pieces_start_at_16_bytes(elementwise: bool) -> None:
     shapes = ((3,), (5, 2), (7, 3, 2), (1,))
     params = [
         nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes for dtype in (torch.float32, torch.bfloat16)
     ]
     optimizer = OSS(params, torch.optim.SGD, lr=0.1, elementwise=elementwise)
     pieces = [piece for bucket in optimizer.buckets for piece in bucket.pieces if piece.numel()]
-    return [tensor.data_ptr() % 16 for tensor in (*params, *pieces)]
-
-
-@pytest.mark.parametrize("elementwise", [True, False])
-def test_parameters_and_their_pieces_start_at_16_bytes(elementwise: bool) -> None:
-    for found in run_ranks(addresses, 3, elementwise):
-        assert set(found) == {0}
+    found = [tensor.data_ptr() % 16 for tensor in (*params, *pieces)]
+    assert set(found) == {0}

@@ -12,25 +12,23 @@ from scale_core.simulate import simulate
 from scale_oss import OSS, ShardedDataParallel
 
 
-class OnTwoDevices(nn.Module):
-    """A table and a head on the host, what is between them on the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Embedding(40, 8), nn.Linear(6, 4)
-        self.first, self.last = nn.Linear(8, 16, device="sim"), nn.Linear(16, 6, device="sim")
-
-    def forward(self, indices: Tensor) -> Tensor:
-        y: Tensor = self.head(self.last(self.first(self.table(indices).to("sim")).relu()).cpu())
-        return y
-
-
-def device_of(tensor: Tensor | None) -> str:
-    return "" if tensor is None else tensor.device.type
-
-
 @pytest.mark.simulation
-def test_each_device_has_buckets_of_its_own_with_all_that_belongs_to_them() -> None:
+def test_each_device_has_buckets_of_its_own() -> None:
+    def device_of(tensor: Tensor | None) -> str:
+        return "" if tensor is None else tensor.device.type
+
+    class OnTwoDevices(nn.Module):
+        """A table and a head on the host, what is between them on the device."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(40, 8), nn.Linear(6, 4)
+            self.first, self.last = nn.Linear(8, 16, device="sim"), nn.Linear(16, 6, device="sim")
+
+        def forward(self, indices: Tensor) -> Tensor:
+            y: Tensor = self.head(self.last(self.first(self.table(indices).to("sim")).relu()).cpu())
+            return y
+
     with simulate(rank=1, world_size=2, device="sim") as simulation:
         module = OnTwoDevices()
         optimizer = OSS(module.named_parameters(), torch.optim.AdamW, lr=0.1, bucket_numel=200)

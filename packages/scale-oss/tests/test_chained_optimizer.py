@@ -1,44 +1,26 @@
-"""chained_optimizer.py: two optimizers as one; and every optimizer of torch.optim, beside its plain self and DDP."""
+"""chained_optimizer.py: two optimizers as one, beside the plain ones and DDP."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oss_cases import Shards, differing, give_gradients, model_of, plain_params
+from oss_cases import Shards, give_gradients, model_of, plain_params
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ExponentialLR
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel, SplitOptimizer, split_by
 
-# Every class of torch.optim, with settings that go through much of its code; Muon has a table line of its own below.
-ELEMENTWISE: dict[str, dict[str, Any]] = {
-    "ASGD": {"lr": 0.01, "t0": 1.0, "weight_decay": 0.1},
-    "Adadelta": {"weight_decay": 0.1},
-    "Adagrad": {"lr_decay": 0.1, "weight_decay": 0.1},
-    "Adam": {"amsgrad": True},
-    "AdamW": {"weight_decay": 0.1},
-    "Adamax": {"weight_decay": 0.1},
-    "NAdam": {"decoupled_weight_decay": True, "weight_decay": 0.1},
-    "RAdam": {"weight_decay": 0.1},
-    "RMSprop": {"centered": True, "momentum": 0.9},
-    "Rprop": {},
-    "SGD": {"lr": 0.02, "momentum": 0.9, "nesterov": True},
-}
-WHOLE: dict[str, dict[str, Any]] = {"Adafactor": {"lr": 0.01}}
-BY_MATRIX = {"Muon"}
-REFUSED = {"LBFGS", "SparseAdam"}
 MATRIX: tuple[type[torch.optim.Optimizer], dict[str, Any]] = (
     getattr(torch.optim, "Muon", torch.optim.Adafactor),  # torch has it from 2.9 on
     {"lr": 0.02},
@@ -100,78 +82,37 @@ def split(model: nn.Module) -> SplitOptimizer:
     return split_by(model, MATRIX, OTHER, other_names=["value"], bucket_numel=60)
 
 
-def class_named(name: str) -> type[torch.optim.Optimizer]:
-    cls: type[torch.optim.Optimizer] = getattr(torch.optim, name)
-    return cls
+@pytest.mark.parametrize("way", ["split", "Adafactor"])
+@pytest.mark.ranks(0, 2)
+def test_it_trains_as_plain_optimizers_beside_ddp(way: str) -> None:
+    """Two optimizers as one, and one that needs full tensors of three dimensions; the others: oss_transparency."""
+    for wrapper in (DistributedDataParallel, ShardedDataParallel) if group_of().size > 1 else (None,):
+        theirs = Net()
+        mine = copy.deepcopy(theirs)
+        plain: Any
+        ours: Any
+        if way == "split":
+            plain, ours = Pair(dict(theirs.named_parameters())), split(mine)
+        else:
+            plain = torch.optim.Adafactor(theirs.parameters(), lr=0.01)
+            ours = OSS(mine.parameters(), torch.optim.Adafactor, bucket_numel=60, lr=0.01)
+        models: list[nn.Module] = [theirs, mine]
+        if wrapper is not None:
+            optimizers = [getattr(ours, "optimizers", ours)] if wrapper is ShardedDataParallel else []
+            models = [DistributedDataParallel(theirs), wrapper(mine, *optimizers)]
+        for step in range(STEPS):
+            for model, optimizer in zip(models, (plain, ours), strict=True):
+                model(batch(step, group_of().rank)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ours.wait()
+        assert_equal(mine, theirs, f"{way}, {wrapper}")
 
 
-# Every optimizer, beside DDP with the plain one.
-
-
-def both_sides(name: str, way: str) -> list[tuple[nn.Module, nn.Module, Any]]:
-    """(model, wrapped model, optimizer) of the plain side and of ours."""
-    theirs = Net()
-    mine = copy.deepcopy(theirs)
-    plain: Any
-    ours: Any
-    if name in BY_MATRIX:
-        plain, ours = Pair(dict(theirs.named_parameters())), split(mine)
-    else:
-        kwargs = {**ELEMENTWISE, **WHOLE}[name]
-        plain = class_named(name)(theirs.parameters(), **kwargs)
-        ours = OSS(mine.parameters(), class_named(name), bucket_numel=60, **kwargs)
-    if group_of().size == 1:
-        return [(theirs, theirs, plain), (mine, mine, ours)]
-    ddp = DistributedDataParallel(theirs)
-    wrapped: nn.Module
-    if way == "sharded":
-        wrapped = ShardedDataParallel(mine, ours.optimizers if name in BY_MATRIX else ours)
-    else:
-        wrapped = DistributedDataParallel(mine)
-    return [(theirs, ddp, plain), (mine, wrapped, ours)]
-
-
-def beside_ddp(name: str, way: str) -> list[str]:
-    sides = both_sides(name, way)
-    for step in range(STEPS):
-        for _, wrapped, optimizer in sides:
-            wrapped(batch(step, group_of().rank)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    sides[1][2].wait()
-    (theirs, *_), (mine, *_) = sides
-    return [f"{name}, {way}: {line}" for line in differing(dict(mine.state_dict()), dict(theirs.state_dict()))]
-
-
-def table() -> list[str]:
-    names = [name for name in (*ELEMENTWISE, *WHOLE, *BY_MATRIX) if hasattr(torch.optim, name)]
-    ways = ["plain"] if group_of().size == 1 else ["ddp", "sharded"]
-    return [line for name in names for way in ways for line in beside_ddp(name, way)]
-
-
-def test_the_table_has_every_optimizer_of_torch() -> None:
-    every = {
-        name
-        for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
-    }
-    assert every <= {*ELEMENTWISE, *WHOLE, *BY_MATRIX, *REFUSED}
-
-
-def test_every_optimizer_on_plain_parameters_is_the_plain_one() -> None:
-    assert table() == []
-
-
-def test_every_optimizer_beside_ddp_and_sharded_data_parallel_is_the_plain_one_to_the_bit() -> None:
-    assert run_ranks(table, 2) == [[], []]
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_those_that_can_not_be_sharded_are_refused_by_name(name: str) -> None:
-    for build in (
-        lambda: OSS(Net().parameters(), class_named(name)),
-        lambda: split_by(Net(), MATRIX, (class_named(name), {})),
-    ):
+    cls = getattr(torch.optim, name)
+    for build in (lambda: OSS(Net().parameters(), cls), lambda: split_by(Net(), MATRIX, (cls, {}))):
         with pytest.raises(ValueError, match=f"OSS can't shard {name}: "):
             build()
 
@@ -179,7 +120,8 @@ def test_those_that_can_not_be_sharded_are_refused_by_name(name: str) -> None:
 # The two as one.
 
 
-def over_shards() -> list[str]:
+@pytest.mark.ranks(3)
+def test_it_is_one_optimizer_over_shards() -> None:
     """Shards of a matrix may have one dimension: the full shapes count. Scheduler, clipping, closure, state."""
     theirs = {name: nn.Parameter(param.detach().clone()) for name, param in plain_params(dtype=torch.float64).items()}
     hidden = ["up", "down"]
@@ -189,7 +131,6 @@ def over_shards() -> list[str]:
     ours = split_by(model, MATRIX, OTHER, other_names=["^embed$"], bucket_numel=60)
     assert [group["param_names"] for group in ours.param_groups] == [hidden, [n for n in theirs if n not in hidden]]
     schedules = [ExponentialLR(each, 0.7) for each in (*plain.both, ours)]
-    wrong = []
     for step in range(STEPS):
         for params in (theirs, shards.params):
             give_gradients(params.values(), step)
@@ -199,14 +140,14 @@ def over_shards() -> list[str]:
         assert ours.step(lambda: 7) == 7
         for schedule in schedules:
             schedule.step()
-        wrong += differing(shards.wholes(), {n: p.detach() for n, p in theirs.items()}, f"step {step}")
+        assert_equal(shards.wholes(), {n: p.detach() for n, p in theirs.items()}, f"step {step}")
     ours.zero_grad()
     assert all(param.grad is None for param in shards.params.values())
-    wrong += differing([g["lr"] for g in ours.param_groups], [g["lr"] for e in plain.both for g in e.param_groups])
-    wrong += differing(ours.state_dict(all_ranks=True), plain.state_dict(), "state")
+    assert_equal([g["lr"] for g in ours.param_groups], [g["lr"] for e in plain.both for g in e.param_groups])
+    assert_equal(ours.state_dict(all_ranks=True), plain.state_dict(), "state")
     fresh = split_by(model, MATRIX, OTHER, other_names=["^embed$"])
     fresh.load_state_dict(plain.state_dict())
-    wrong += differing(fresh.state_dict(all_ranks=True), plain.state_dict(), "loaded")
+    assert_equal(fresh.state_dict(all_ranks=True), plain.state_dict(), "loaded")
     bad = copy.deepcopy(plain.state_dict())
     bad["matrix"]["param_groups"][0]["lr"] = 5.0
     bad["other"]["param_groups"][0]["params"].pop()
@@ -215,33 +156,22 @@ def over_shards() -> list[str]:
     assert fresh.param_groups[0]["lr"] != 5.0
     with pytest.raises(TypeError, match=r"\{'matrix': muon\.state_dict\(\), 'other': adamw\.state_dict\(\)\}"):
         fresh.load_state_dict(plain.other.state_dict())
-    return wrong
 
 
-def saved_in_pieces(folder: Path) -> list[str]:
-    """What each rank has of both goes through a snapshot into fresh ones."""
-    theirs = plain_params()
-    shards = Shards(theirs)
+@pytest.mark.ranks(3)
+def test_shards_of_both_go_through_a_snapshot(tmp_path: Path) -> None:
+    shards = Shards(plain_params())
     model = model_of(shards.params)
-    ours = split_by(model, MATRIX, OTHER)
+    ours, fresh = split_by(model, MATRIX, OTHER), split_by(model, MATRIX, OTHER)
     give_gradients(shards.params.values(), 0)
     ours.step()
-    save_snapshot(folder, 0, sharded_state_dict(model, ours))
-    fresh = split_by(model, MATRIX, OTHER)
-    read = load_snapshot(folder, lambda saved: target_state_dict(model, fresh, saved))
+    save_snapshot(tmp_path, 0, sharded_state_dict(model, ours))
+    read = load_snapshot(tmp_path, lambda saved: target_state_dict(model, fresh, saved))
     load_sharded_state_dict(read.state, model, fresh)
-    return differing(fresh.state_dict(all_ranks=True), ours.state_dict(all_ranks=True))
+    assert_equal(fresh.state_dict(all_ranks=True), ours.state_dict(all_ranks=True))
 
 
-def everything(folder: Path) -> list[str]:
-    return over_shards() + saved_in_pieces(folder)
-
-
-def test_it_is_one_optimizer_over_shards(tmp_path: Path) -> None:
-    assert run_ranks(everything, 3, tmp_path) == [[]] * 3
-
-
-def test_what_is_tied_to_an_embedding_and_what_is_named_goes_to_the_other() -> None:
+def test_tied_and_named_parameters_go_to_the_other_optimizer() -> None:
     matrices = [name for name, _ in Net().named_parameters() if name in (*HIDDEN, "value.weight")]
     assert split_by(Net(), MATRIX, OTHER).param_groups[0]["param_names"] == matrices
     assert split(Net()).param_groups[0]["param_names"] == HIDDEN
@@ -268,7 +198,7 @@ def test_a_scaler_steps_it_and_skips_a_step_of_both() -> None:
     scaler.scale(model(batch(0, 0)).sum() * torch.inf).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert not differing(dict(model.state_dict()), dict(before))
+    assert_equal(dict(model.state_dict()), dict(before))
     optimizer.zero_grad()
     scaler.scale(model(batch(0, 0)).sum()).backward()
     scaler.step(optimizer)

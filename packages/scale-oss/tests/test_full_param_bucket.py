@@ -11,26 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oss_cases import (
-    ELEMENTWISE,
-    MATRICES,
-    WHOLE,
-    Lamb,
-    Shards,
-    differing,
-    give_gradients,
-    plain_params,
-    shapes_for,
-    train,
-)
+from oss_cases import ELEMENTWISE, MATRICES, WHOLE, Lamb, Shards, give_gradients, plain_params, shapes_for, train
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 
+from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_core.testing import run_ranks
 from scale_oss import OSS
 from scale_oss.buckets import full_param_bucket as whole
 
@@ -89,7 +78,7 @@ def groups_of(params: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": listed[::2], "lr": 0.03}, {"params": listed[1::2]}]
 
 
-def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float32) -> list[str]:
+def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float32) -> None:
     """Trains shards and plain parameters; one is without a gradient in some steps, and one frozen for a while."""
     cls, kwargs = CASES[name]
     theirs = plain_params(shapes_for(name), dtype)
@@ -98,7 +87,7 @@ def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float3
     ours = OSS(groups_of(shards.params), cls, bucket_numel=bucket_numel, **kwargs)
     assert bool(ours.full_param_buckets) == (group_of().size > 1)
     schedules = [ExponentialLR(each, 0.8) for each in (plain, ours)]
-    watch, wrong = Watch(ours), []
+    watch = Watch(ours)
     for step in range(STEPS):
         for params in (theirs, shards.params):
             list(params.values())[-1].requires_grad_(step != 2)
@@ -109,38 +98,36 @@ def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float3
             schedule.step()
         assert len(watch.sent) <= 2 * len(ours.full_param_buckets)
         assert watch.numel_in_memory() == 0
-        wrong += differing(shards.wholes(), {n: p.detach() for n, p in theirs.items()}, f"{name}, step {step}")
+        assert_equal(shards.wholes(), {n: p.detach() for n, p in theirs.items()}, f"{name}, step {step}")
     watch.stop()
-    wrong += differing([g["lr"] for g in ours.param_groups], [g["lr"] for g in plain.param_groups], "rates")
-    wrong += differing(ours.param_groups[0].get("count"), plain.param_groups[0].get("count"), "count")
+    assert_equal([g["lr"] for g in ours.param_groups], [g["lr"] for g in plain.param_groups], "rates")
+    assert_equal(ours.param_groups[0].get("count"), plain.param_groups[0].get("count"), "count")
     largest = max(math.prod(shape) for shape in shapes_for(name).values())
     if watch.updates == STEPS:  # An optimizer that nobody knows takes one step, on all that this rank updates.
         largest = sum(tensor.numel() for bucket in ours.full_param_buckets for tensor in bucket.optimizer_params)
     assert max(watch.in_memory) <= max(bucket_numel, largest)
-    return wrong
 
 
-def all_beside_plain() -> list[str]:
-    wrong = []
+def all_beside_plain() -> None:
     for name in CASES:
-        wrong += beside_plain(name, bucket_numel=30)
-        wrong += beside_plain(name, bucket_numel=10_000, dtype=torch.bfloat16 if "lamb" not in name else torch.float64)
-    return wrong
+        beside_plain(name, bucket_numel=30)
+        beside_plain(name, bucket_numel=10_000, dtype=torch.bfloat16 if "lamb" not in name else torch.float64)
 
 
 def test_in_a_world_of_one_every_tensor_is_whole_already() -> None:
-    assert all_beside_plain() == []
+    all_beside_plain()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_training_is_equal_to_one_process_to_the_bit(world: int) -> None:
-    assert run_ranks(all_beside_plain, world) == [[]] * world
+@pytest.mark.ranks(2, 3)
+def test_training_is_equal_to_one_process_to_the_bit() -> None:
+    all_beside_plain()
 
 
 # Who has what.
 
 
-def owned_and_held() -> tuple[int, int, int, int]:
+@pytest.mark.ranks(3)
+def test_state_is_balanced_to_within_the_largest_tensor() -> None:
     """Elements of state that this rank keeps, of all, of the largest tensor; and how many buckets there are."""
     shapes = {f"matrix {number}": (3 + number % 5, 7) for number in range(23)}
     shards = Shards(plain_params(shapes))
@@ -153,20 +140,17 @@ def owned_and_held() -> tuple[int, int, int, int]:
             [place.param for place in bucket.placements if place.owner == rank] for rank in range(group_of().size)
         ]
         assert sum(map(bool, by_owner)) > 1  # Nobody waits for one rank to step.
-    everyones = optimizer.partition_parameters()
-    assert sorted(id(p) for groups in everyones for p in groups[0]["params"]) == sorted(map(id, shards.params.values()))
-    return kept // 2, sum(numels), max(numels), len(optimizer.full_param_buckets)
-
-
-def test_state_is_balanced_to_within_the_largest_tensor_and_owners_work_side_by_side() -> None:
-    found = run_ranks(owned_and_held, 3)
+    by_rank = optimizer.partition_parameters()
+    assert sorted(id(p) for groups in by_rank for p in groups[0]["params"]) == sorted(map(id, shards.params.values()))
+    found = gather_values((kept // 2, sum(numels), max(numels), len(optimizer.full_param_buckets)))
     kept = [numel for numel, *_ in found]
     _, everything, largest, buckets = found[0]
     assert sum(kept) == everything and max(kept) - min(kept) <= largest
     assert buckets <= math.ceil(max(kept) / (100 - largest))
 
 
-def stepped_where_they_are() -> None:
+@pytest.mark.ranks(3)
+def test_what_needs_no_journey_stays_where_it_is() -> None:
     """What is whole on one rank, and what an element-wise optimizer steps on, is sent nowhere."""
     theirs = plain_params(MATRICES)
     shards = Shards(theirs, atom="parameter")
@@ -174,7 +158,7 @@ def stepped_where_they_are() -> None:
     assert not ours.full_param_buckets
     train(plain, theirs.values(), range(2))
     train(ours, shards.params.values(), range(2))
-    assert not differing(shards.wholes(), {n: p.detach() for n, p in theirs.items()})
+    assert_equal(shards.wholes(), {n: p.detach() for n, p in theirs.items()})
     for cls, kwargs in ELEMENTWISE.values():
         theirs = plain_params()
         shards = Shards(theirs)
@@ -184,14 +168,11 @@ def stepped_where_they_are() -> None:
         assert list(map(id, ours.optim.param_groups[0]["params"])) == list(map(id, held))
         train(plain, theirs.values(), range(2))
         train(ours, shards.params.values(), range(2))
-        assert not differing(shards.wholes(), {n: p.detach() for n, p in theirs.items()})
+        assert_equal(shards.wholes(), {n: p.detach() for n, p in theirs.items()})
 
 
-def test_what_needs_no_journey_stays_where_it_is() -> None:
-    run_ranks(stepped_where_they_are, 3)
-
-
-def gathered_before_the_step() -> None:
+@pytest.mark.ranks(3)
+def test_what_was_gathered_before_a_step_is_gathered_again() -> None:
     """What was gathered is stale after a step, on all ranks alike: also where a rank has nothing of a unit."""
     for cls, shapes in ((torch.optim.Adam, {"wide": (4, 4), "only": (1,)}), (Lamb, MATRICES)):
         shards = Shards(plain_params(shapes))
@@ -205,11 +186,8 @@ def gathered_before_the_step() -> None:
             unit.release()
 
 
-def test_what_was_gathered_before_a_step_is_gathered_again_by_every_rank() -> None:
-    run_ranks(gathered_before_the_step, 3)
-
-
-def copies_of_the_model() -> list[str]:
+@pytest.mark.ranks(4)
+def test_in_a_hybrid_mesh_each_copy_of_the_model_steps_by_itself() -> None:
     """Two copies of the model on two ranks each; each copy steps by itself, and they stay equal."""
     rank = dist.get_rank()
     shards_of, copies = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
@@ -218,7 +196,6 @@ def copies_of_the_model() -> list[str]:
     theirs = plain_params(shapes_for("adafactor"))
     shards = Shards(theirs, sharding, replicas=replicas)
     plain = torch.optim.Adafactor(theirs.values(), lr=0.01)
-    wrong: list[str] = []
     for group in (None, dist.group.WORLD):
         ours = OSS(shards.params.values(), torch.optim.Adafactor, group, lr=0.01)
         assert ours.group.ranks == (sharding.ranks if group is None else (0, 1, 2, 3))
@@ -228,22 +205,18 @@ def copies_of_the_model() -> list[str]:
         steps = range(2) if group is None else range(2, 4)
         train(plain, theirs.values(), steps)
         train(ours, shards.params.values(), steps)
-        wrong += differing(shards.wholes(), {n: p.detach() for n, p in theirs.items()})
-        wrong += differing(ours.state_dict(all_ranks=True), plain.state_dict())
+        assert_equal(shards.wholes(), {n: p.detach() for n, p in theirs.items()})
+        assert_equal(ours.state_dict(all_ranks=True), plain.state_dict())
     ours.consolidate_state_dict(3)
     assert (rank == 3) == bool(ours._consolidated)
     if rank == 3:
-        wrong += differing(ours.state_dict(), plain.state_dict())
+        assert_equal(ours.state_dict(), plain.state_dict())
     with pytest.raises(ValueError, match=r"divided between ranks .* but its group is of ranks"):
         OSS(shards.params.values(), torch.optim.Adafactor, replicas)
-    return wrong
 
 
-def test_in_a_hybrid_mesh_each_copy_of_the_model_steps_by_itself() -> None:
-    assert run_ranks(copies_of_the_model, 4) == [[]] * 4
-
-
-def mixed_with_plain() -> list[str]:
+@pytest.mark.ranks(2)
+def test_shards_and_whole_parameters_may_stand_in_one_optimizer() -> None:
     """Some parameters in shards, some whole on every rank, in one OSS; clipped by one norm."""
     theirs = plain_params(shapes_for("lamb"), torch.float64)
     mine = {name: nn.Parameter(param.detach().clone()) for name, param in theirs.items()}
@@ -260,27 +233,23 @@ def mixed_with_plain() -> list[str]:
         plain.step()
         ours.step()
     together = {**{n: p.detach() for n, p in mine.items()}, **shards.wholes()}
-    return differing(together, {n: p.detach() for n, p in theirs.items()})
-
-
-def test_shards_and_whole_parameters_may_stand_in_one_optimizer() -> None:
-    assert run_ranks(mixed_with_plain, 2) == [[], []]
+    assert_equal(together, {n: p.detach() for n, p in theirs.items()})
 
 
 # What is refused.
 
 
-class Picky(Lamb):
-    """Takes matrices only, as Muon does, and looks at what it is given on this rank."""
+@pytest.mark.ranks(2)
+def test_what_can_not_be_put_together_is_refused_by_name() -> None:
+    class Picky(Lamb):
+        """Takes matrices only, as Muon does, and looks at what it is given on this rank."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        for param in self.param_groups[0]["params"]:
-            if param.ndim != 2:
-                raise ArithmeticError(f"no matrix: {tuple(param.shape)}")
+        def __init__(self, params: Any) -> None:
+            super().__init__(params)
+            for param in self.param_groups[0]["params"]:
+                if param.ndim != 2:
+                    raise ArithmeticError(f"no matrix: {tuple(param.shape)}")
 
-
-def refuse() -> list[str]:
     messages = []
     group = group_of()
 
@@ -314,11 +283,7 @@ def refuse() -> list[str]:
     shards.units[0].set_storage(shards.units[0].shard.double())
     give_gradients(shards.params.values(), 1)
     refused(RuntimeError, optimizer.step)
-    return messages
-
-
-def test_what_can_not_be_put_together_is_refused_by_name() -> None:
-    by_rank = run_ranks(refuse, 2)
+    by_rank = gather_values(messages)
     told, raised = sorted(messages[0] for messages in by_rank)
     assert raised == "no matrix: (9,)" and told.startswith(f"ArithmeticError: {raised} (on rank ")
     for messages in by_rank:
@@ -332,18 +297,19 @@ def test_what_can_not_be_put_together_is_refused_by_name() -> None:
         assert "in torch.float32 on cpu when OSS was built" in moved and "then build OSS(" in moved
 
 
-class Failing(Lamb):
-    """Fails where a tensor of this shape is stepped on."""
+@pytest.mark.fault(101)
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_fails_on_one_rank_is_named() -> None:
+    class Failing(Lamb):
+        """Fails where a tensor of this shape is stepped on."""
 
-    shape: tuple[int, ...] = ()
+        shape: tuple[int, ...] = ()
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
-        if tuple(param.shape) == self.shape:
-            raise ArithmeticError("no such root")
-        super()._update(param, group)
+        def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+            if tuple(param.shape) == self.shape:
+                raise ArithmeticError("no such root")
+            super()._update(param, group)
 
-
-def one_owner_fails() -> str:
     shards = Shards(plain_params(MATRICES))
     optimizer = OSS(shards.params.values(), Failing, limit_seconds=600.0)
     give_gradients(shards.params.values(), 0)
@@ -355,12 +321,7 @@ def one_owner_fails() -> str:
         for bucket in optimizer.full_param_buckets
         for tensor in bucket.optimizer_params
     )
-    return str(caught.value)
-
-
-@pytest.mark.fault(101)
-def test_an_optimizer_that_fails_on_one_rank_is_named_on_the_others() -> None:
-    messages = run_ranks(one_owner_fails, 2)
+    messages = gather_values(str(caught.value))
     assert "no such root" in messages
     (other,) = [message for message in messages if message != "no such root"]
     assert other.startswith("Failing.step() has raised on rank ") and "ArithmeticError: no such root" in other

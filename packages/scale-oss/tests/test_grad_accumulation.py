@@ -59,7 +59,7 @@ def test_sums_are_those_of_plain_pytorch_to_the_bit(power: int) -> None:
 
 
 @pytest.mark.parametrize("power", [1, 2])
-def test_a_pass_that_fails_leaves_the_sum_as_it_was_and_no_gradient_where_none_was(power: int) -> None:
+def test_a_pass_that_fails_leaves_the_sum_as_it_was(power: int) -> None:
     holder = Holder()
     holder.add(0, power)
     holder.accumulation.rollback()
@@ -73,7 +73,7 @@ def test_a_pass_that_fails_leaves_the_sum_as_it_was_and_no_gradient_where_none_w
     assert torch.equal(grad_of(holder.param), before)
 
 
-def test_the_reduction_gets_a_sum_once_and_it_is_kept_until_all_has_gone_well() -> None:
+def test_the_reduction_gets_a_sum_once_and_can_give_it_back() -> None:
     holder = Holder()
     holder.add(0)
     holder.accumulation.merge()
@@ -97,7 +97,7 @@ def test_the_reduction_gets_a_sum_once_and_it_is_kept_until_all_has_gone_well() 
     assert holder.param.grad is None
 
 
-def test_who_clears_a_sum_or_only_looks_at_gradients_changes_nothing_else() -> None:
+def test_clearing_a_sum_or_looking_at_gradients_is_allowed() -> None:
     holder, plain = Holder(), nn.Parameter(torch.linspace(0.1, 0.9, 7))
     holder.add(0)
     holder.accumulation.merge()

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel, split_by
 
 
@@ -106,7 +105,8 @@ def wrap(model: nn.Module, optimizer: Any, kind: str) -> nn.Module:
     return ShardedDataParallel(model, optimizer) if kind == "sharded" else DistributedDataParallel(model)
 
 
-def modes() -> None:
+@pytest.mark.ranks(2)
+def test_modes_of_the_inner_optimizer_are_those_of_one_process() -> None:
     """Weights in both modes are those of one process, under each wrapper, cut or whole."""
     for kind in ("sharded", "ddp"):
         for elementwise in (True, False):
@@ -134,11 +134,8 @@ def modes() -> None:
             assert optimizer.param_groups[0]["trains"] and optimizer.param_groups[0]["count"] == 6
 
 
-def test_modes_of_the_inner_optimizer_are_those_of_one_process() -> None:
-    run_ranks(modes, 2)
-
-
-def climbs() -> None:
+@pytest.mark.ranks(2)
+def test_a_method_that_needs_all_tensors_runs_on_one_rank() -> None:
     """One rank has all tensors, so that their norm is right; gradients are cleared on all ranks."""
     for kind in ("sharded", "ddp"):
         for clears in (True, False):
@@ -162,11 +159,8 @@ def climbs() -> None:
                     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_a_method_that_needs_all_tensors_runs_on_one_rank() -> None:
-    run_ranks(climbs, 2)
-
-
-def refused_calls() -> list[str]:
+@pytest.mark.ranks(2)
+def test_calls_that_would_see_parts_are_errors() -> None:
     """What would compute with a part is an error before anything changes, and names what to write."""
     model = net()
     optimizer = OSS(model.parameters(), SAM, lr=0.1)
@@ -188,18 +182,15 @@ def refused_calls() -> list[str]:
     messages.append(str(caught.value))
     optimizer.wait()
     assert all(map(torch.equal, model.parameters(), before))
-    return messages
+    call, base, history, missing, closure = messages
+    assert "SAM.first_step() is not supported" in call and "together=True" in call
+    assert "read optimizer.optim.base_optimizer" in base and "read optimizer.optim.history" in history
+    assert missing == "'OSS' object has no attribute 'missing'"
+    assert "with a closure" in closure
 
 
-def test_calls_that_would_see_parts_are_errors() -> None:
-    for call, base, history, missing, closure in run_ranks(refused_calls, 2):
-        assert "SAM.first_step() is not supported" in call and "together=True" in call
-        assert "read optimizer.optim.base_optimizer" in base and "read optimizer.optim.history" in history
-        assert missing == "'OSS' object has no attribute 'missing'"
-        assert "with a closure" in closure
-
-
-def both() -> None:
+@pytest.mark.ranks(2)
+def test_a_pair_of_optimizers_passes_calls_on() -> None:
     """Of two optimizers those have the call that have the method."""
     model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 2)).double()
     optimizer: Any = split_by(model, (ScheduleFree, {"lr": 0.1}), (SGD, {"lr": 0.1}))
@@ -209,7 +200,3 @@ def both() -> None:
     optimizer.step()
     optimizer.eval()
     assert not optimizer.matrix.param_groups[0]["trains"]
-
-
-def test_a_pair_of_optimizers_passes_calls_on() -> None:
-    run_ranks(both, 2)

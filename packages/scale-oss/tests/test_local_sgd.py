@@ -179,11 +179,13 @@ def test_outer_steps_are_those_of_the_papers(
     run_ranks(as_the_papers_say, world, way, inner, inner_state, bucket_numel)
 
 
-def test_parameters_of_half_precision_are_averaged_and_kept_in_fp32() -> None:
-    run_ranks(as_the_papers_say, 2, "diloco", "momentum", "maintain", 1_000, torch.bfloat16)
+@pytest.mark.ranks(2)
+def test_half_precision_is_averaged_and_kept_in_fp32() -> None:
+    as_the_papers_say("diloco", "momentum", "maintain", 1_000, torch.bfloat16)
 
 
-def alone() -> None:
+@pytest.mark.ranks(1)
+def test_one_rank_that_averages_trains_as_without() -> None:
     """One rank with the plain average is the plain optimizer."""
     plain, model = Net(), Net()
     optimizer = adamw(model)
@@ -193,12 +195,8 @@ def alone() -> None:
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def test_one_rank_that_averages_trains_as_without() -> None:
-    run_ranks(alone, 1)
-
-
 @pytest.mark.simulation
-def test_inner_steps_send_nothing_and_an_outer_step_what_a_step_of_data_parallel_would() -> None:
+def test_only_outer_steps_send_anything() -> None:
     with simulate(rank=1, world_size=4) as simulation:
         model = Net()
         optimizer = adamw(model)
@@ -230,7 +228,7 @@ def saved(folder: str, way: str, resumes: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("way", BUILDS)
-def test_a_snapshot_goes_on_to_the_bit_with_each_ranks_own_inner_state(tmp_path: Path, way: str) -> None:
+def test_a_snapshot_goes_on_with_each_ranks_inner_state(tmp_path: Path, way: str) -> None:
     first = run_ranks(saved, 2, str(tmp_path), way, False)
     again = run_ranks(saved, 2, str(tmp_path), way, True)
     for ours, theirs in zip(again, first, strict=True):
@@ -269,7 +267,8 @@ def test_the_outer_state_is_loaded_at_another_number_of_ranks(tmp_path: Path) ->
     run_ranks(on_three, 3, str(tmp_path))
 
 
-def loaded_in_between() -> None:
+@pytest.mark.ranks(2)
+def test_weights_loaded_later_are_no_outer_gradient() -> None:
     """Values that are written to the model after LocalSGD was built are where the next outer step starts from."""
     model, other = Net(), Net()
     optimizer = momentum(model)
@@ -286,11 +285,9 @@ def loaded_in_between() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_weights_that_are_loaded_later_are_no_difference_to_learn_from() -> None:
-    run_ranks(loaded_in_between, 2)
-
-
-def replicas_in_nodes() -> None:
+@pytest.mark.composition("LocalSGD", "DistributedDataParallel")
+@pytest.mark.ranks(4)
+def test_data_parallel_inside_of_nodes() -> None:
     """Two nodes of two ranks, DistributedDataParallel in each: as two ranks with twice the batch, within rounding."""
     world = group_of()
     nodes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -316,12 +313,8 @@ def replicas_in_nodes() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.composition("LocalSGD", "DistributedDataParallel")
-def test_data_parallel_inside_of_nodes() -> None:
-    run_ranks(replicas_in_nodes, 4)
-
-
-def other_numbers_of_steps() -> None:
+@pytest.mark.ranks(2)
+def test_ranks_that_have_taken_other_numbers_of_steps_hear_of_it() -> None:
     model = Net()
     optimizer = momentum(model)
     local = LocalSGD(model, optimizer, sync_every=10)
@@ -330,10 +323,6 @@ def other_numbers_of_steps() -> None:
     with pytest.raises(ContractError, match="1 steps after outer step 0"):
         local.sync()
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
-
-
-def test_ranks_that_have_taken_other_numbers_of_steps_hear_of_it() -> None:
-    run_ranks(other_numbers_of_steps, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from oss_cases import Distance, Lamb, differing, plain_params, train
+from oss_cases import Distance, Lamb, plain_params, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.contract import Contract
 from scale_core.errors import ContractError, DivergenceError
@@ -31,60 +32,6 @@ def layers() -> nn.Sequential:
 
 def data(step: int, rank: int = 0) -> Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def state_numel(optimizer: OSS) -> int:
-    state = optimizer.optim.state.values()
-    return sum(value.numel() for entry in state for value in entry.values() if isinstance(value, Tensor) and value.ndim)
-
-
-def one_giant_tensor() -> int:
-    model = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = OSS(model.parameters(), torch.optim.Adam)
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    return state_numel(optimizer)
-
-
-def other_ranks_have_other_parameters() -> str:
-    width = 3 + group_of().rank
-    with pytest.raises(ContractError) as caught:
-        OSS(nn.Linear(3, width).parameters(), torch.optim.SGD, lr=0.1)
-    return str(caught.value)
-
-
-def layers_added_later() -> None:
-    """A group that is added later is clipped and stepped like the others."""
-    plain = layers().double()
-    model = copy.deepcopy(plain)
-    ours = OSS(model[0].parameters(), torch.optim.Adam, lr=0.01, bucket_numel=8)
-    theirs = torch.optim.Adam(plain[0].parameters(), lr=0.01)
-    rank, size = group_of().rank, group_of().size
-    for step in range(3):
-        if step == 1:
-            ours.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
-            theirs.add_param_group({"params": list(plain[2].parameters()), "lr": 0.1})
-        grads = []
-        for each in range(size):
-            plain.zero_grad()
-            plain(data(step, each).double()).square().mean().backward()
-            grads.append([param.grad for param in plain.parameters()])
-        for param, mine, *summands in zip(plain.parameters(), model.parameters(), *grads, strict=True):
-            mean = sum(summands[1:], summands[0]) / size
-            param.grad, mine.grad = mean, mean.clone()
-        stepped = [param for group in theirs.param_groups for param in group["params"]]
-        expected = torch.nn.utils.get_total_norm([param.grad for param in stepped])
-        assert torch.allclose(ours.clip_grad_norm_(1e6), expected, rtol=1e-12)
-        ours.step()
-        theirs.step()
-        for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
-            assert torch.equal(param, mine), (rank, step)
-    assert [group["lr"] for group in ours.param_groups] == [0.01, 0.1]
-
-
-def one_owner_for_all_in_both_ways() -> list[dict[str, Any]]:
-    return [one_owner_for_all(sharded) for sharded in (True, False)]
 
 
 class Prodigy(Distance):
@@ -110,7 +57,7 @@ def one_owner_for_all(sharded: bool) -> dict[str, Any]:
     for recipient in (0, 1):
         ours.consolidate_state_dict(recipient)
         if group_of().rank == recipient:
-            assert not differing(ours.state_dict(), expected)
+            assert_equal(ours.state_dict(), expected)
     again = OSS(param_groups(model), Prodigy, together=True)
     again.load_state_dict(expected)
     return {"state": len(ours.optim.state), "d": [group["d"] for group in again.param_groups]}
@@ -121,12 +68,13 @@ def param_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": wide}, {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.5}]
 
 
-def test_one_rank_updates_all_for_an_optimizer_that_looks_at_all_tensors() -> None:
-    for first, second in zip(*run_ranks(one_owner_for_all_in_both_ways, 2), strict=True):
+@pytest.mark.ranks(2)
+def test_one_rank_updates_all_for_a_joint_optimizer() -> None:
+    for first, second in zip(*gather_values([one_owner_for_all(sharded) for sharded in (True, False)]), strict=True):
         assert (first["state"], second["state"]) == (4, 0) and first["d"] == second["d"] != [0.01, 0.01]
 
 
-def test_what_looks_at_all_tensors_does_not_take_shards_nor_anything_the_meta_device() -> None:
+def test_a_joint_optimizer_refuses_shards_and_meta_tensors() -> None:
     shard = nn.Parameter(torch.zeros(2))
     set_shard(shard, Shard("weight", (4,), 0, 2, (Axis(Group(), Placement.SHARD),)))
     with pytest.raises(ValueError, match=r"Distance needs all tensors on one rank, but 'weight' is a shard"):
@@ -135,16 +83,15 @@ def test_what_looks_at_all_tensors_does_not_take_shards_nor_anything_the_meta_de
         OSS(nn.Linear(2, 2, device="meta").named_parameters(), torch.optim.Adam)
 
 
-class Picky(torch.optim.SGD):
-    """Takes no group of one parameter."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        if len(param_group["params"]) == 1:
-            raise ValueError("one is too few")
-
-
 def test_a_group_that_is_refused_leaves_nothing_behind() -> None:
+    class Picky(torch.optim.SGD):
+        """Takes no group of one parameter."""
+
+        def add_param_group(self, param_group: dict[str, Any]) -> None:
+            super().add_param_group(param_group)
+            if len(param_group["params"]) == 1:
+                raise ValueError("one is too few")
+
     model, late = layers(), nn.Linear(3, 3)
     optimizer = OSS(model.parameters(), Picky, lr=0.1)
     refused = {"on the meta device": nn.Linear(2, 2, device="meta").parameters(), "one is too few": [late.weight]}
@@ -186,19 +133,61 @@ def test_a_copy_that_would_update_nothing_is_refused() -> None:
     copy.deepcopy(model)
 
 
+@pytest.mark.ranks(2)
 def test_the_state_is_shared_evenly_however_the_tensors_are_made() -> None:
-    sizes = run_ranks(one_giant_tensor, 2)
+    def state_numel(optimizer: OSS) -> int:
+        state = optimizer.optim.state.values()
+        return sum(
+            value.numel() for entry in state for value in entry.values() if isinstance(value, Tensor) and value.ndim
+        )
+
+    model = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = OSS(model.parameters(), torch.optim.Adam)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    sizes = gather_values(state_numel(optimizer))
     assert max(sizes) - min(sizes) <= 2 * 210 and sum(sizes) == 2 * (200 * 200 + 12)
 
 
+@pytest.mark.ranks(2)
 def test_ranks_with_other_parameters_are_named() -> None:
-    for message in run_ranks(other_ranks_have_other_parameters, 2):
-        assert "the ranks differ in the parameters given to OSS" in message
-        assert "rank 1: parameter 0 of group 0 (4, 3)" in message
+    width = 3 + group_of().rank
+    with pytest.raises(ContractError) as caught:
+        OSS(nn.Linear(3, width).parameters(), torch.optim.SGD, lr=0.1)
+    message = str(caught.value)
+    assert "the ranks differ in the parameters given to OSS" in message
+    assert "rank 1: parameter 0 of group 0 (4, 3)" in message
 
 
+@pytest.mark.ranks(3)
 def test_groups_that_are_added_later_train_and_are_clipped() -> None:
-    run_ranks(layers_added_later, 3)
+    """A group that is added later is clipped and stepped like the others."""
+    plain = layers().double()
+    model = copy.deepcopy(plain)
+    ours = OSS(model[0].parameters(), torch.optim.Adam, lr=0.01, bucket_numel=8)
+    theirs = torch.optim.Adam(plain[0].parameters(), lr=0.01)
+    rank, size = group_of().rank, group_of().size
+    for step in range(3):
+        if step == 1:
+            ours.add_param_group({"params": list(model[2].parameters()), "lr": 0.1})
+            theirs.add_param_group({"params": list(plain[2].parameters()), "lr": 0.1})
+        grads = []
+        for each in range(size):
+            plain.zero_grad()
+            plain(data(step, each).double()).square().mean().backward()
+            grads.append([param.grad for param in plain.parameters()])
+        for param, mine, *summands in zip(plain.parameters(), model.parameters(), *grads, strict=True):
+            mean = sum(summands[1:], summands[0]) / size
+            param.grad, mine.grad = mean, mean.clone()
+        stepped = [param for group in theirs.param_groups for param in group["params"]]
+        expected = torch.nn.utils.get_total_norm([param.grad for param in stepped])
+        assert torch.allclose(ours.clip_grad_norm_(1e6), expected, rtol=1e-12)
+        ours.step()
+        theirs.step()
+        for param, mine in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(param, mine), (rank, step)
+    assert [group["lr"] for group in ours.param_groups] == [0.01, 0.1]
 
 
 def test_a_scheduler_changes_the_rate_and_a_closure_is_called() -> None:
@@ -226,15 +215,14 @@ def test_a_scheduler_changes_the_rate_and_a_closure_is_called() -> None:
         assert torch.equal(mine, param)
 
 
-class Counted(torch.optim.SGD):
-    """Its step knows what to do with a number."""
-
-    def step(self, closure: Any = None, *, seen: list[Any]) -> Any:  # type: ignore[override]
-        seen.append(closure)
-        return super().step()
-
-
 def test_what_is_no_closure_is_for_the_step_of_the_optimizer() -> None:
+    class Counted(torch.optim.SGD):
+        """Its step knows what to do with a number."""
+
+        def step(self, closure: Any = None, *, seen: list[Any]) -> Any:  # type: ignore[override]
+            seen.append(closure)
+            return super().step()
+
     model, seen = layers(), list[Any]()
     optimizer = OSS(model.parameters(), Counted, lr=0.1)
     before = model[0].weight.detach().clone()
@@ -255,7 +243,7 @@ def test_named_parameters_are_called_by_their_names() -> None:
     ]
 
 
-def test_groups_dtypes_and_frozen_parameters_have_buckets_of_their_own() -> None:
+def test_groups_dtypes_and_frozen_parameters_have_own_buckets() -> None:
     model = layers()
     model[0].bfloat16()
     model[2].bias.requires_grad_(False)
@@ -276,7 +264,7 @@ def test_who_updates_what_can_be_asked() -> None:
     assert [id(param) for param in group["params"]] == [id(param) for param in model.parameters()]
 
 
-def test_a_parameter_that_was_moved_to_another_dtype_is_refused_and_one_that_was_replaced_is_taken_back() -> None:
+def test_a_converted_parameter_is_refused_a_replaced_one_not() -> None:
     model = layers()
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
     model.load_state_dict({name: torch.ones_like(value) for name, value in model.state_dict().items()}, assign=False)
@@ -323,17 +311,6 @@ def test_a_filter_chooses_whose_norm_is_meant() -> None:
     assert bool((model[2].weight.grad == 1).all())
 
 
-def ddp_with_unused() -> None:
-    """A parameter without a gradient is not stepped: weight decay would move it."""
-    model = layers()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.5)
-    before = model[2].weight.detach().clone()
-    ddp.module[0](data(0)).sum().backward()
-    optimizer.step()
-    assert torch.equal(model[2].weight, before)
-
-
 def strided() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(3, 4)).to(memory_format=torch.channels_last)
@@ -342,30 +319,30 @@ def strided() -> nn.Sequential:
     return model
 
 
-def train_strided(sharded: bool, **options: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """Steps around a load of other weights; OSS is built after DistributedDataParallel."""
-    model = strided()
-    wrapped = DistributedDataParallel(model)
-    params = list(model.parameters())
-    strides = [param.stride() for param in params]
-    made = OSS(params, torch.optim.SGD, **options, lr=0.05, momentum=0.9) if sharded else None
-    optimizer = made or torch.optim.SGD(params, lr=0.05, momentum=0.9)
-    rank = torch.distributed.get_rank()
-    for step in range(4):
-        optimizer.zero_grad()
-        images = torch.randn(2, 2, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-        wrapped(images).square().mean().backward()
-        optimizer.step()
-        if step == 1:
-            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
-    assert [param.stride() for param in params if param is not model[2].bias] == strides[:-1]
-    if made is not None:
-        made.consolidate_state_dict(0)
-    state = optimizer.state_dict() if rank == 0 or made is None else {"state": {}}
-    return [param.detach().clone() for param in params], state["state"]
+@pytest.mark.ranks(1, 2)
+def test_parameters_whose_strides_ddp_has_noted_keep_them() -> None:
+    def train_strided(sharded: bool, **options: Any) -> tuple[list[Tensor], dict[str, Any]]:
+        """Steps around a load of other weights; OSS is built after DistributedDataParallel."""
+        model = strided()
+        wrapped = DistributedDataParallel(model)
+        params = list(model.parameters())
+        strides = [param.stride() for param in params]
+        made = OSS(params, torch.optim.SGD, **options, lr=0.05, momentum=0.9) if sharded else None
+        optimizer = made or torch.optim.SGD(params, lr=0.05, momentum=0.9)
+        rank = torch.distributed.get_rank()
+        for step in range(4):
+            optimizer.zero_grad()
+            images = torch.randn(2, 2, 3, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            wrapped(images).square().mean().backward()
+            optimizer.step()
+            if step == 1:
+                model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+        assert [param.stride() for param in params if param is not model[2].bias] == strides[:-1]
+        if made is not None:
+            made.consolidate_state_dict(0)
+        state = optimizer.state_dict() if rank == 0 or made is None else {"state": {}}
+        return [param.detach().clone() for param in params], state["state"]
 
-
-def strides_of_ddp() -> None:
     plain, plain_state = train_strided(sharded=False)
     for options in ({}, {"bucket_numel": 8}, {"elementwise": False}):
         sharded, state = train_strided(sharded=True, **options)
@@ -377,12 +354,7 @@ def strides_of_ddp() -> None:
     torch.testing.assert_close(rounded, plain, rtol=2e-2, atol=2e-3)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_parameters_whose_strides_ddp_has_noted_keep_them(num_ranks: int) -> None:
-    run_ranks(strides_of_ddp, num_ranks)
-
-
-def test_other_parameters_get_memory_in_the_buffer_whatever_their_strides() -> None:
+def test_parameters_of_any_strides_get_memory_in_the_buffer() -> None:
     model = strided()
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
     assert all(
@@ -390,12 +362,20 @@ def test_other_parameters_get_memory_in_the_buffer_whatever_their_strides() -> N
     )
 
 
+@pytest.mark.ranks(2)
 def test_what_has_no_gradient_is_left_alone() -> None:
-    run_ranks(ddp_with_unused, 2)
+    """A parameter without a gradient is not stepped: weight decay would move it."""
+    model = layers()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, weight_decay=0.5)
+    before = model[2].weight.detach().clone()
+    ddp.module[0](data(0)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model[2].weight, before)
 
 
 @pytest.mark.parametrize("max_norm", [-1.0, float("nan")])
-def test_a_bound_that_would_turn_gradients_round_is_refused_before_anything_is_measured(max_norm: float) -> None:
+def test_a_negative_bound_of_the_norm_is_refused(max_norm: float) -> None:
     model = layers()
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
     model(data(0)).sum().backward()
@@ -420,13 +400,12 @@ KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
 }
 
 
-def groups_of(params: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
-    wide = [param for param in params.values() if param.ndim > 1]
-    return [{"params": wide, "lr": 0.02}, {"params": [param for param in params.values() if param.ndim < 2]}]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_buckets_in_turn_are_stepped_as_all_at_once(kind: str) -> None:
+    def groups_of(params: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+        wide = [param for param in params.values() if param.ndim > 1]
+        return [{"params": wide, "lr": 0.02}, {"params": [param for param in params.values() if param.ndim < 2]}]
+
     cls, kwargs = KINDS[kind]
     mine, theirs = plain_params(), plain_params()
     ours, plain = OSS(groups_of(mine), cls, bucket_numel=40, **kwargs), cls(groups_of(theirs), **kwargs)
@@ -437,8 +416,8 @@ def test_buckets_in_turn_are_stepped_as_all_at_once(kind: str) -> None:
         for each, params in ((ours, mine), (plain, theirs)):
             train(each, params.values(), [step], without=[1])
             each.param_groups[0]["lr"] *= 0.5
-    assert not differing(dict(mine), dict(theirs))
-    assert not differing(ours.state_dict(all_ranks=True), plain.state_dict())
+    assert_equal(dict(mine), dict(theirs))
+    assert_equal(ours.state_dict(all_ranks=True), plain.state_dict())
     assert turns == [*range(len(ours.buckets), 0, -1)] * 3  # Each was sent before the next one was stepped on.
 
 
@@ -469,8 +448,11 @@ def test_after_a_failure_nothing_is_stepped_on_and_all_is_sent() -> None:
     assert params[0].tolist() == pytest.approx([0.9, 0.9]) and params[1].tolist() == [1, 1]
 
 
-def replicas_that_come_apart(every: int, change_at: int) -> tuple[str, int]:
+@pytest.mark.ranks(3)
+def test_replicas_that_diverge_are_named_before_a_step() -> None:
     """The error on this rank, and how many steps went well before."""
+    every = 3
+    change_at = 1
     model = layers()
     model.scale = nn.Parameter(torch.ones(3), requires_grad=False)
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, check_replicas_every=every)
@@ -483,17 +465,14 @@ def replicas_that_come_apart(every: int, change_at: int) -> tuple[str, int]:
             before = [param.detach().clone() for param in model.parameters()]
             optimizer.step()
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-    return str(caught.value), step
+    text, step = (str(caught.value), step)
+    assert step == 3  # The first step and every third after it.
+    assert "step 4: 1 of 5 tensors" in text
+    assert "'scale' [3]: ranks 0, 2 hold equal values, and others than these: rank 1" in text
 
 
-def test_replicas_that_come_apart_are_found_before_a_step_by_name() -> None:
-    for text, step in run_ranks(replicas_that_come_apart, 3, 3, 1):
-        assert step == 3  # The first step and every third after it.
-        assert "step 4: 1 of 5 tensors" in text
-        assert "'scale' [3]: ranks 0, 2 hold equal values, and others than these: rank 1" in text
-
-
-def replicas_without_a_wrapper() -> str:
+@pytest.mark.ranks(2)
+def test_the_first_step_finds_different_initial_weights() -> None:
     model = nn.Linear(3, 2)
     model.bias.data += group_of().rank
     optimizer = OSS(model.named_parameters(), torch.optim.SGD, lr=0.1)
@@ -501,12 +480,8 @@ def replicas_without_a_wrapper() -> str:
     with pytest.raises(DivergenceError) as caught:
         optimizer.step()
     OSS(model.named_parameters(), torch.optim.SGD, lr=0.1, check_replicas_every=0).step()
-    return str(caught.value)
-
-
-def test_the_first_step_finds_ranks_that_were_initialized_differently() -> None:
-    for text in run_ranks(replicas_without_a_wrapper, 2):
-        assert "step 1: 1 of 2 tensors" in text and "'bias' [2]" in text
+    text = str(caught.value)
+    assert "step 1: 1 of 2 tensors" in text and "'bias' [2]" in text
 
 
 def test_an_interval_that_is_no_number_of_steps_is_refused() -> None:

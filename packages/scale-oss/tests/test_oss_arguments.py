@@ -8,7 +8,7 @@ from torch.optim import SGD
 from scale_oss import OSS, LocalSGD, ShardedDataParallel, split_by
 
 
-def test_a_wrong_argument_is_told_by_name_before_anything_is_built() -> None:
+def test_a_wrong_argument_is_named_before_anything_is_built() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = OSS(model.parameters(), SGD, lr=0.1)
     plain = SGD(model.parameters(), lr=0.1)

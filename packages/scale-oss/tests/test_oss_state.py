@@ -13,21 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from oss_cases import (
-    ELEMENTWISE,
-    MATRICES,
-    WHOLE,
-    Shards,
-    differing,
-    model_of,
-    plain_params,
-    shapes_for,
-    train,
-)
+from oss_cases import ELEMENTWISE, MATRICES, WHOLE, Shards, model_of, plain_params, shapes_for, train
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
 from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
@@ -62,7 +53,7 @@ def weights(params: Any, shards: Shards | None) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in params.items()} if shards is None else shards.wholes()
 
 
-def gather_and_go_on(name: str, sharded: bool, recipient: int) -> list[str]:
+def gather_and_go_on(name: str, sharded: bool, recipient: int) -> None:
     """The gathered state is the plain one; the plain optimizer and a fresh OSS train on from it."""
     theirs, plain = plain_side(name)
     params, ours, _ = our_side(name, sharded)
@@ -71,7 +62,7 @@ def gather_and_go_on(name: str, sharded: bool, recipient: int) -> list[str]:
     ours.consolidate_state_dict(recipient)
     if recipient in (-1, group_of().rank):
         gathered = ours.state_dict()
-        wrong = differing(gathered, plain.state_dict(), "gathered")
+        assert_equal(gathered, plain.state_dict(), "gathered")
         fresh_params, fresh = plain_side(name)
         for param, value in zip(fresh_params.values(), theirs.values(), strict=True):
             param.data.copy_(value.detach())
@@ -80,37 +71,44 @@ def gather_and_go_on(name: str, sharded: bool, recipient: int) -> list[str]:
     else:
         with pytest.raises(RuntimeError, match=r"Call optimizer\.consolidate_state_dict\(\) on all ranks"):
             ours.state_dict()
-        wrong, fresh_params = [], None
+        fresh_params = None
     saved = plain.state_dict()
     before = copy.deepcopy(saved)
     start = {n: nn.Parameter(param.detach().clone()) for n, param in theirs.items()}
     params, ours, shards = our_side(name, sharded, start)
     ours.load_state_dict(saved)
     train(ours, params.values(), range(3, 5))
-    wrong += differing(saved, before, "the argument")
+    assert_equal(saved, before, "the argument")
     train(plain, theirs.values(), range(3, 5))
     expected = {n: param.detach() for n, param in theirs.items()}
-    wrong += differing(weights(params, shards), expected, "weights")
+    assert_equal(weights(params, shards), expected, "weights")
     if fresh_params is not None:
-        wrong += differing({n: param.detach() for n, param in fresh_params.items()}, expected, "plain weights")
+        assert_equal({n: param.detach() for n, param in fresh_params.items()}, expected, "plain weights")
     with pytest.raises(RuntimeError, match="since the last step"):  # What was gathered is older than the parameters.
         ours.state_dict()
-    wrong += differing(ours.state_dict(all_ranks=True), plain.state_dict(), "after loading")
-    return [f"{name}, sharded={sharded}: {line}" for line in wrong]
+    assert_equal(ours.state_dict(all_ranks=True), plain.state_dict(), "after loading")
 
 
-def gather_all(cases: list[tuple[str, bool]]) -> list[str]:
+def gather_all(cases: list[tuple[str, bool]]) -> None:
     size = group_of().size
     recipients = itertools.cycle([0, size - 1, -1])
-    return [
-        line
-        for (name, sharded), r in zip(cases, recipients, strict=False)
-        for line in gather_and_go_on(name, sharded, r)
-    ]
+    for (name, sharded), r in zip(cases, recipients, strict=False):
+        gather_and_go_on(name, sharded, r)
 
 
-def save_by_other_programs(folder: Path) -> None:
+def test_the_gathered_state_of_a_world_of_one_is_the_plain_one() -> None:
+    gather_all(CASES)
+
+
+@pytest.mark.ranks(2, 3)
+def test_the_gathered_state_is_the_plain_one_and_loads_both_ways() -> None:
+    gather_all(CASES)
+
+
+@pytest.mark.ranks(2)
+def test_programs_that_look_at_storages_save_a_model_once(tmp_path: Path) -> None:
     """Those that look at storages find each parameter alone in its own, as in the plain model."""
+    folder = tmp_path
     plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model = copy.deepcopy(plain)
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -123,17 +121,18 @@ def save_by_other_programs(folder: Path) -> None:
         sizes = {n: (folder / f"{n}-{group_of().rank}{ending}").stat().st_size for n in ("plain", "ours", "wrapped")}
         assert abs(sizes["ours"] - sizes["plain"]) < 128 and abs(sizes["wrapped"] - sizes["plain"]) < 256, sizes
     load_model(model, folder / f"plain-{group_of().rank}")
-    assert not differing(dict(model.named_parameters()), dict(plain.named_parameters()))
+    assert_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
     assert not optimizer.buckets[0].moved_indices()
 
 
-def ask_before_the_first_step() -> list[str]:
+@pytest.mark.ranks(2)
+def test_every_rank_may_ask_for_the_state_while_there_is_none() -> None:
     """As accelerate does, which loads what it gets, on all ranks."""
     model = nn.Linear(3, 1, bias=False)
     plain = torch.optim.AdamW(model.parameters(), lr=0.1)
     ours = OSS(model.parameters(), torch.optim.AdamW, lr=0.1)
     for _ in range(2):
-        assert not differing(ours.state_dict(), plain.state_dict())
+        assert_equal(ours.state_dict(), plain.state_dict())
         ours.load_state_dict(ours.state_dict())
         for each in (plain, ours):
             each.param_groups[0]["lr"] *= 0.5
@@ -154,10 +153,11 @@ def ask_before_the_first_step() -> list[str]:
         grown.sharded_state(ParamSlice("weight", first.weight, (1, 3), 0, 3))
     grown.add_param_group({"params": second.parameters()})
     assert grown.state_dict()["state"] == {}
-    return messages
+    assert len(messages) == 2 and all("consolidate_state_dict(-1) where all ranks call it" in m for m in messages)
 
 
-def go_on_with_rounded_parameters() -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_training_with_rounded_parameters_is_resumed() -> None:
     """A training that goes on from what was saved is the one that was not cut off, in whatever order it is loaded."""
 
     def begin(name: str) -> tuple[nn.Module, OSS]:
@@ -165,7 +165,6 @@ def go_on_with_rounded_parameters() -> list[str]:
         cls, kwargs = OPTIMIZERS[name]
         return model_of(params), OSS(params.values(), cls, bucket_numel=BUCKET_NUMEL, broadcast_fp16=True, **kwargs)
 
-    wrong = []
     for name in OPTIMIZERS:
         model, ours = begin(name)
         train(ours, model.parameters(), range(3))
@@ -185,12 +184,12 @@ def go_on_with_rounded_parameters() -> list[str]:
             if way == 0:
                 optimizer.load_state_dict(state)
             train(optimizer, again.parameters(), range(3, 6))
-            wrong += differing(again.state_dict(), model.state_dict(), f"{name}, way {way}")
+            assert_equal(again.state_dict(), model.state_dict(), f"{name}, way {way}")
         plain_side(name)[1].load_state_dict(state)
-    return wrong
 
 
-def state_by_parameter() -> None:
+@pytest.mark.ranks(2)
+def test_the_state_is_found_by_the_parameters() -> None:
     params = plain_params(MATRICES)
     for name, whole in (("adamw", False), ("lamb", True)):
         cls, kwargs = OPTIMIZERS[name]
@@ -216,32 +215,6 @@ def state_by_parameter() -> None:
         assert ours.state.get(params["fifth"], 5) == 5 and len(ours.state) == 1
         train(ours, params.values(), [2])
         assert len(ours.state) == len(mine)
-
-
-def test_the_gathered_state_of_a_world_of_one_is_the_plain_one() -> None:
-    assert gather_all(CASES) == []
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_the_gathered_state_is_the_plain_one_and_loads_both_ways(world: int) -> None:
-    assert run_ranks(gather_all, world, CASES) == [[]] * world
-
-
-def test_programs_that_look_at_storages_save_all_of_a_model_and_no_more(tmp_path: Path) -> None:
-    run_ranks(save_by_other_programs, 2, tmp_path)
-
-
-def test_every_rank_may_ask_for_the_state_while_there_is_none() -> None:
-    for messages in run_ranks(ask_before_the_first_step, 2):
-        assert len(messages) == 2 and all("consolidate_state_dict(-1) where all ranks call it" in m for m in messages)
-
-
-def test_a_training_with_rounded_parameters_goes_on_from_its_state() -> None:
-    assert run_ranks(go_on_with_rounded_parameters, 2) == [[], []]
-
-
-def test_the_state_is_found_by_the_parameters() -> None:
-    run_ranks(state_by_parameter, 2)
 
 
 # State as each rank has it, saved and loaded at other world sizes.
@@ -278,9 +251,8 @@ def save_all(folder: Path) -> None:
         dcp.save({"train": state}, checkpoint_id=folder / f"dcp-{number}")
 
 
-def load_all(folder: Path) -> list[str]:
+def load_all(folder: Path) -> None:
     """A fresh optimizer, at another world size, trains on as the one that was saved."""
-    wrong = []
     for number, (name, sharded) in enumerate(WAYS):
         model, optimizer = built(name, sharded)
         optimizer.consolidate_state_dict(-1)
@@ -297,31 +269,28 @@ def load_all(folder: Path) -> list[str]:
         train(third, straight.parameters(), range(5))
         for trained, by, how in ((model, optimizer, "snapshot"), (other, its, "dcp")):
             train(by, trained.parameters(), range(3, 5))
-            found = differing(dict(trained.named_parameters()), dict(straight.named_parameters()), how)
-            found += differing(by.state_dict(all_ranks=True), third.state_dict(all_ranks=True), how)
-            wrong += [f"{name}, sharded={sharded}: {line}" for line in found]
+            assert_equal(dict(trained.named_parameters()), dict(straight.named_parameters()), how)
+            assert_equal(by.state_dict(all_ranks=True), third.state_dict(all_ranks=True), how)
     model, optimizer = built("sgd", False)
     with pytest.raises(SnapshotError, match="that of another optimizer"):
         load_snapshot(folder / "0", lambda saved: target_state_dict(model, optimizer, saved))
-    return wrong
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # What DCP says in a world of one.
-def test_what_each_rank_has_is_saved_and_loads_at_another_world_size(tmp_path: Path) -> None:
+def test_sharded_states_load_at_another_world_size(tmp_path: Path) -> None:
     run_ranks(save_all, 3, tmp_path)
-    assert run_ranks(load_all, 2, tmp_path) == [[], []]
-    assert load_all(tmp_path) == []
+    run_ranks(load_all, 2, tmp_path)
+    load_all(tmp_path)
 
 
 # What changes on the way, and what must not.
 
 
-def grow_and_freeze() -> list[str]:
-    """Groups that are added, parameters that are frozen and unfrozen or have another dtype; fewer than ranks."""
+@pytest.mark.ranks(2, 4)  # At 4 some ranks have no parameter at all.
+def test_added_groups_and_frozen_parameters_have_plain_states() -> None:
     theirs = plain_params({"first": (3, 2), "second": (2,)}) | plain_params({"half": (5,)}, torch.bfloat16)
     mine = {name: nn.Parameter(param.detach().clone()) for name, param in theirs.items()}
     pairs = [(list(theirs.values()), torch.optim.Adam), (list(mine.values()), OSS)]
-    wrong: list[str] = []
     made = []
     for params, cls in pairs:
         params[0].requires_grad_(False)
@@ -335,49 +304,48 @@ def grow_and_freeze() -> list[str]:
             params[0].requires_grad_(step == 2)
             train(optimizer, [p for p in params if step or p is not params[1]], [step])
         plain, ours = made
-        wrong += differing(ours.state_dict(all_ranks=True), plain.state_dict(), f"step {step}")
-        wrong += differing(dict(enumerate(pairs[1][0])), dict(enumerate(pairs[0][0])), f"weights, step {step}")
+        assert_equal(ours.state_dict(all_ranks=True), plain.state_dict(), f"step {step}")
+        assert_equal(dict(enumerate(pairs[1][0])), dict(enumerate(pairs[0][0])), f"weights, step {step}")
     fresh = OSS([{"params": list(p)} for p in ([mine["first"], mine["half"]], [mine["second"]])], torch.optim.Adam)
     fresh.load_state_dict(made[0].state_dict())
-    wrong += differing([g["lr"] for g in fresh.param_groups], [0.1, 0.01], "rates")
+    assert_equal([g["lr"] for g in fresh.param_groups], [0.1, 0.01], "rates")
     saved, its = made[0].state_dict()["state"], fresh.state_dict(all_ranks=True)["state"]
-    wrong += differing(its, saved, "loaded")
-    return wrong
+    assert_equal(its, saved, "loaded")
 
 
-def test_added_groups_frozen_parameters_and_dtypes_have_the_plain_state() -> None:
-    for world in (2, 4):  # At 4 some ranks hold nothing at all.
-        assert run_ranks(grow_and_freeze, world) == [[]] * world
-
-
-def refuse_and_change_nothing() -> list[str]:
-    """Everything that does not fit is refused, and leaves parameters, state and options as they were."""
-    messages = []
+@pytest.mark.ranks(2)
+def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     params, plain = plain_side("adamw")
     train(plain, params.values(), range(2))
     good = plain.state_dict()
     _, ours, _ = our_side("adamw", False)
     ours.load_state_dict(good)
     before = ours.state_dict(all_ranks=True)
-    for spoil in ("groups", "params", "shape", "option", "stranger", "none"):
-        bad: Any = copy.deepcopy(good)
-        if spoil == "groups":
-            bad["param_groups"].append({**bad["param_groups"][0], "params": []})
-        elif spoil == "params":
-            bad["param_groups"][0]["params"].pop()
-            del bad["state"][6]
-        elif spoil == "shape":
-            bad["state"][6]["exp_avg"] = torch.zeros(2, 2)
-        elif spoil == "option":
-            bad["param_groups"][0]["momentum"] = bad["param_groups"][0].pop("betas")
-        elif spoil == "stranger":
-            bad["state"][99] = {}
-        else:
-            bad = None
+
+    def refused(bad: Any, text: str) -> None:
         with pytest.raises((ValueError, TypeError)) as caught:
             ours.load_state_dict(bad)
-        messages.append(str(caught.value))
-        assert not differing(ours.state_dict(all_ranks=True), before), spoil
+        assert text in str(caught.value), caught.value
+        assert_equal(ours.state_dict(all_ranks=True), before, text)
+
+    bad = copy.deepcopy(good)
+    bad["param_groups"].append({**bad["param_groups"][0], "params": []})
+    refused(bad, "has 2 parameter groups, the optimizer 1")
+    bad = copy.deepcopy(good)
+    bad["param_groups"][0]["params"].pop()
+    del bad["state"][6]
+    refused(bad, "group 0 has 6 parameters in the state dict, and 7 in the optimizer")
+    bad = copy.deepcopy(good)
+    bad["state"][6]["exp_avg"] = torch.zeros(2, 2)
+    refused(bad, "'exp_avg' of 'parameter 6 of group 0' has shape (2, 2), expected (5, 13) or a number")
+    bad = copy.deepcopy(good)
+    bad["param_groups"][0]["momentum"] = bad["param_groups"][0].pop("betas")
+    refused(bad, "has the option 'momentum', which this one does not know, and no 'betas'")
+    bad = copy.deepcopy(good)
+    bad["state"][99] = {}
+    refused(bad, "a state of parameter 99, which is in none of its groups")
+    from_file = "Load the saved file on every rank, or call consolidate_state_dict(recipient_rank=-1)"
+    refused(None, f"got NoneType. {from_file}")
     with pytest.raises((TypeError, ValueError), match=r"got NoneType") as caught:
         ours.load_state_dict(None if group_of().rank else good)
     assert isinstance(caught.value, TypeError) == bool(group_of().rank)
@@ -385,7 +353,7 @@ def refuse_and_change_nothing() -> list[str]:
     other["state"][0]["step"] += group_of().rank
     with pytest.raises(ContractError, match=r"the ranks differ in the state dict given to OSS.*parameter 0"):
         ours.load_state_dict(other)
-    assert not differing(ours.state_dict(all_ranks=True), before)
+    assert_equal(ours.state_dict(all_ranks=True), before)
     with pytest.raises(ContractError, match=r"rank 0: recipient_rank=0; rank 1: recipient_rank=1"):
         ours.consolidate_state_dict(group_of().rank)
     with pytest.raises(ValueError, match=r"0 to 1, or -1 for all of them, got 2"):
@@ -403,44 +371,6 @@ def refuse_and_change_nothing() -> list[str]:
         del ours.optim.state[ours.local_params[0]]
     with pytest.raises(ValueError, match=r"parameter 0 of group 0\.step is there on rank 0, but not on rank 1"):
         ours.consolidate_state_dict()
-    return messages
-
-
-def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
-    for messages in run_ranks(refuse_and_change_nothing, 2):
-        for message, words in zip(
-            messages,
-            (
-                "has 2 parameter groups, the optimizer 1",
-                "group 0 has 6 parameters in the state dict, and 7 in the optimizer",
-                "'exp_avg' of 'parameter 6 of group 0' has shape (2, 2), expected (5, 13) or a number",
-                "has the option 'momentum', which this one does not know, and no 'betas'",
-                "a state of parameter 99, which is in none of its groups",
-                "got NoneType. Load the saved file on every rank, or call consolidate_state_dict(recipient_rank=-1)",
-            ),
-            strict=True,
-        ):
-            assert words in message
-
-
-def largest_transfer() -> int:
-    """The most elements that are put together on the recipient's device at a time."""
-    from scale_core.state import full_optim_state as gathering
-
-    largest = 0
-    original = gathering.all_to_all
-
-    def watched(output: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal largest
-        largest = max(largest, output.numel())
-        return original(output, *args, **kwargs)
-
-    gathering.all_to_all = watched
-    for name, sharded in (("adamw", False), ("adamw", True), ("lamb", True), ("muon", False)):
-        params, ours, _ = our_side(name, sharded) if name in OPTIMIZERS else our_side("lamb", False)
-        train(ours, params.values(), range(1))
-        ours.consolidate_state_dict()
-    return largest
 
 
 class Live(TorchDispatchMode):
@@ -468,8 +398,33 @@ class Live(TorchDispatchMode):
         self.now -= num_bytes
 
 
-def peaks() -> tuple[int, int, int]:
+@pytest.mark.ranks(2)
+def test_the_state_goes_to_the_host_bucket_by_bucket() -> None:
+    """The most elements that are put together on the recipient's device at a time."""
+    from scale_core.state import full_optim_state as gathering
+
+    largest = 0
+    original = gathering.all_to_all
+
+    def watched(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal largest
+        largest = max(largest, output.numel())
+        return original(output, *args, **kwargs)
+
+    gathering.all_to_all = watched
+    for name, sharded in (("adamw", False), ("adamw", True), ("lamb", True), ("muon", False)):
+        params, ours, _ = our_side(name, sharded) if name in OPTIMIZERS else our_side("lamb", False)
+        train(ours, params.values(), range(1))
+        ours.consolidate_state_dict()
+    recipient, other = gather_values(largest)
+    assert recipient <= max(66, BUCKET_NUMEL) and other == 0  # The largest tensor has 66 elements.
+
+
+@pytest.mark.ranks(2)
+def test_the_peak_is_the_state_and_one_bucket() -> None:
     """What consolidating, and loading twice, take at most, in bytes; of four matrices with 8 KB each."""
+    matrix, small = 64 * 32 * 4, 500
+    whole = 4 * 2 * matrix
     params = [nn.Parameter(torch.ones(64, 32)) for _ in range(4)]
     optimizer = OSS(params, torch.optim.Adam, bucket_numel=64 * 32)
     train(optimizer, params, range(1))
@@ -481,25 +436,14 @@ def peaks() -> tuple[int, int, int]:
         fresh.load_state_dict(state)
     with Live() as again:
         fresh.load_state_dict(state)
-    return gathering.peak, loading.peak, again.peak
-
-
-def test_the_state_goes_to_the_host_bucket_by_bucket() -> None:
-    recipient, other = run_ranks(largest_transfer, 2)
-    assert recipient <= max(66, BUCKET_NUMEL) and other == 0  # The largest tensor has 66 elements.
-
-
-def test_the_peak_is_the_state_and_one_bucket() -> None:
-    matrix, small = 64 * 32 * 4, 500
-    whole = 4 * 2 * matrix
-    (recipient, *loads), (other, *others) = run_ranks(peaks, 2)
+    (recipient, *loads), (other, *others) = gather_values((gathering.peak, loading.peak, again.peak))
     assert whole + matrix <= recipient <= whole + 1.5 * matrix + small  # a bucket, and this rank's shard of it
     assert 0.5 * matrix <= other <= 0.5 * matrix + small
     for load in (*loads, *others):
         assert whole / 2 <= load <= whole / 2 + small
 
 
-def test_flat_parameters_are_sent_to_where_their_state_is_gathered_by_names() -> None:
+def test_flat_parameters_say_how_their_state_is_gathered() -> None:
     params = plain_params()
     shards = Shards(params, Group(), flatten=True)
     optimizer = OSS(shards.params.values(), torch.optim.AdamW)

@@ -11,11 +11,7 @@ from scale_core.optim.traits import KINDS, check_kind, is_elementwise
 from scale_oss import OSS
 
 
-class Mine(torch.optim.Adam):
-    """May compute anything."""
-
-
-def test_every_class_of_torch_is_cut_taken_whole_or_refused_by_name() -> None:
+def test_every_class_of_torch_is_known_or_refused() -> None:
     whole = {"Adafactor", "Muon"}
     for name, kind in vars(torch.optim).items():
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
@@ -27,7 +23,7 @@ def test_every_class_of_torch_is_cut_taken_whole_or_refused_by_name() -> None:
             assert is_elementwise(kind) == (name not in whole), name
 
 
-def test_what_looks_at_all_tensors_is_refused_until_one_rank_updates_all() -> None:
+def test_a_joint_optimizer_needs_together() -> None:
     known = type("Prodigy", (torch.optim.Adam,), {})
     derived = type("Mine", (known,), {})
     for each in (known, derived):
@@ -47,6 +43,9 @@ def test_what_measures_gradients_goes_around_oss_and_not_into_it() -> None:
 
 
 def test_of_any_other_class_nothing_is_assumed() -> None:
+    class Mine(torch.optim.Adam):
+        """May compute anything."""
+
     assert not is_elementwise(Mine)
 
 
@@ -55,7 +54,7 @@ def test_what_is_no_class_of_optimizers_is_refused() -> None:
         is_elementwise(torch.nn.Linear)  # type: ignore[arg-type]  # what a user may write
 
 
-def test_the_defaults_of_an_optimizer_that_was_built_will_do_as_arguments() -> None:
+def test_the_defaults_of_a_built_optimizer_are_arguments() -> None:
     for cls in KINDS:
         if KINDS[cls].scope == "all" or KINDS[cls].sparse:
             continue

@@ -17,24 +17,24 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
     "adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
-    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "weight_decay": 0.1}),
     "adam": (torch.optim.Adam, {"lr": 0.01}),
-    "adamax": (torch.optim.Adamax, {}),
+    "adamax": (torch.optim.Adamax, {"weight_decay": 0.1}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
-    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 1.0}),
-    "nadam": (torch.optim.NAdam, {}),
-    "radam": (torch.optim.RAdam, {}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01, "t0": 1.0, "weight_decay": 0.1}),
+    "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "radam": (torch.optim.RAdam, {"weight_decay": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
     "rprop": (torch.optim.Rprop, {}),
-    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
 }
 if hasattr(torch.optim, "Muon"):
     OPTIMIZERS["muon"] = (torch.optim.Muon, {"lr": 0.02})
@@ -209,42 +209,22 @@ def in_half(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
     return dist.all_reduce(rounded, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
-def differences(case: Case, group: Any = None) -> list[str]:
-    """Trains both; returns whatever is not bitwise equal on this rank, but for norms, which may differ by 2 ulp."""
-    plain, ours = sides(case, group)
-    found: list[str] = []
-    # DDP can not be told to reduce by hand: its last micro-batch is outside of no_sync(), and takes buffers twice.
-    buffers_differ = case.manual and case.buffers and case.forwards > 1
-    trained = {name for name, _ in plain.model.named_parameters()}
-    for step in range(case.steps):
-        for side in (plain, ours):
-            side.step(case, step, group_of(group).rank)
-        ours.optimizer.wait()
-        wrong = [
-            f"{name}: off by up to {(mine - theirs).abs().max().item():.3g}"
-            for (name, theirs), mine in zip(
-                plain.model.state_dict().items(), ours.model.state_dict().values(), strict=True
-            )
-            if not torch.equal(mine, theirs) and (name in trained or not buffers_differ)
-        ]
-        if plain.losses != ours.losses:
-            wrong.append(f"losses {ours.losses} instead of {plain.losses}")
-        wrong += [
-            f"norm {mine} instead of {theirs}"
-            for mine, theirs in zip(ours.norms, plain.norms, strict=True)
-            if abs(mine - theirs) > 2 * torch.finfo(torch.float32).eps * theirs
-        ]
-        found += [f"step {step}, {case}: {line}" for line in wrong]
-    return found[:3]
-
-
-def run_cases(cases: Sequence[Case], in_subgroups: bool = False) -> list[str]:
-    group = None
-    if in_subgroups:
-        both = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
-        group = both[torch.distributed.get_rank() // 2]
-    # All of them on every rank: one that stopped at its first difference would leave the others waiting.
-    return [line for case in cases for line in differences(case, group)]
+def assert_equal_to_ddp(cases: Sequence[Case], group: Any = None) -> None:
+    """Trains both sides of each case: equal to the bit, but for norms, which may differ by 2 ulp."""
+    for case in cases:
+        plain, ours = sides(case, group)
+        # DDP can not be told to reduce by hand: its last micro-batch is outside of no_sync(), and takes buffers twice.
+        buffers_differ = case.manual and case.buffers and case.forwards > 1
+        names = dict(plain.model.named_parameters()) if buffers_differ else plain.model.state_dict()
+        for step in range(case.steps):
+            for side in (plain, ours):
+                side.step(case, step, group_of(group).rank)
+            ours.optimizer.wait()
+            states = [{name: side.model.state_dict()[name] for name in names} for side in (ours, plain)]
+            assert_equal(*states, f"step {step}, {case}")
+            assert ours.losses == plain.losses, (step, case)
+            ulp = torch.finfo(torch.float32).eps
+            assert ours.norms == pytest.approx(plain.norms, rel=2 * ulp, abs=0.0), (step, case)
 
 
 # Every value of every setting beside every optimizer once, and those pairs that touch the same code.
@@ -295,8 +275,41 @@ def matrix(places: Iterable[Sequence[int]]) -> list[Case]:
 PAIRS = [[(row & column).bit_count() % 2 for column in range(1, 9)] for row in range(16)]
 
 
-def weights_of_two_runs(cases: Sequence[Case]) -> list[list[Tensor]]:
+@pytest.mark.composition("OSS", "DistributedDataParallel")
+@pytest.mark.composition("OSS", "torch.optim")
+@pytest.mark.composition("ShardedDataParallel", "torch.optim")
+@pytest.mark.ranks(2)
+def test_at_two_ranks_all_is_equal_to_ddp_to_the_bit() -> None:
+    assert_equal_to_ddp(CASES)
+
+
+@pytest.mark.ranks(2)
+def test_norms_are_those_of_the_whole_gradients() -> None:
+    assert_equal_to_ddp(CLIPPED)
+
+
+@pytest.mark.gloo("half precision is added in the wider dtype")
+@pytest.mark.ranks(2)
+def test_any_two_settings_together_are_equal_to_ddp_to_the_bit() -> None:
+    for (_, first), (_, second) in itertools.combinations(enumerate(zip(*PAIRS, strict=True)), 2):
+        assert set(zip(first, second, strict=True)) == set(itertools.product((0, 1), repeat=2))
+    assert_equal_to_ddp(matrix(PAIRS))
+
+
+@pytest.mark.soak
+@pytest.mark.ranks(2, limit_seconds=1200.0)
+def test_all_settings_together_are_equal_to_ddp_to_the_bit() -> None:
+    everything = matrix(itertools.product((0, 1), repeat=len(MATRIX)))
+    assert_equal_to_ddp(everything)
+
+
+@pytest.mark.ranks(3)
+def test_two_runs_at_three_ranks_are_equal_to_the_bit() -> None:
     """Ours after the last step of each, trained twice; and the plain one's."""
+    cases = [
+        Case(optimizer="sgd", accumulate=2, forwards=2, dtype=torch.float64),
+        Case(optimizer="sgd", manual=True, clip=0.05, dtype=torch.float64),
+    ]
     found: list[list[Tensor]] = []
     for case in cases:
         for _ in range(2):
@@ -305,11 +318,16 @@ def weights_of_two_runs(cases: Sequence[Case]) -> list[list[Tensor]]:
                 side.step(case, step, group_of().rank)
             found.append(list(ours.wrapped.state_dict().values()))
         found.append(list(plain.model.state_dict().values()))
-    return found
+    for first, second, plain in zip(found[::3], found[1::3], found[2::3], strict=True):
+        for one, other, theirs in zip(first, second, plain, strict=True):
+            assert torch.equal(one, other)
+            assert torch.allclose(one, theirs, rtol=1e-10, atol=1e-10)
 
 
-def clipped_weights(sharded: bool) -> float:
-    """Clips in earnest; returns the largest distance of a weight from the plain model's."""
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.ranks(2)
+def test_clipped_gradients_give_the_plain_weights(sharded: bool) -> None:
+    """Clips in earnest."""
     case = Case(clip=0.05, sharded=sharded, optimizer="sgd", dtype=torch.float64)
     plain, ours = sides(case)
     for step in range(3):
@@ -317,59 +335,21 @@ def clipped_weights(sharded: bool) -> float:
             side.step(case, step, group_of().rank)
     ours.optimizer.wait()
     assert max(plain.norms) > 0.05
-    pairs = zip(plain.model.parameters(), ours.model.parameters(), strict=True)
-    return max(float((mine - theirs).detach().abs().max()) for theirs, mine in pairs)
+    for theirs, mine in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.0, atol=1e-12)
 
 
-@pytest.mark.composition("OSS", "DistributedDataParallel")
-@pytest.mark.composition("OSS", "torch.optim")
-@pytest.mark.composition("ShardedDataParallel", "torch.optim")
-def test_at_two_ranks_all_is_equal_to_ddp_to_the_bit() -> None:
-    assert run_ranks(run_cases, 2, CASES) == [[], []]
-
-
-def test_norms_are_those_of_the_whole_gradients() -> None:
-    assert run_ranks(run_cases, 2, CLIPPED) == [[], []]
-
-
-@pytest.mark.gloo("half precision is added in the wider dtype")
-def test_any_two_settings_together_are_equal_to_ddp_to_the_bit() -> None:
-    for (_, first), (_, second) in itertools.combinations(enumerate(zip(*PAIRS, strict=True)), 2):
-        assert set(zip(first, second, strict=True)) == set(itertools.product((0, 1), repeat=2))
-    assert run_ranks(run_cases, 2, matrix(PAIRS)) == [[], []]
-
-
-@pytest.mark.soak
-def test_all_settings_together_are_equal_to_ddp_to_the_bit() -> None:
-    everything = matrix(itertools.product((0, 1), repeat=len(MATRIX)))
-    assert run_ranks(run_cases, 2, everything, limit_seconds=1200.0) == [[], []]
-
-
-def test_two_runs_at_three_ranks_are_equal_to_the_bit_and_to_ddp_in_all_but_the_last_digits() -> None:
-    cases = [
-        Case(optimizer="sgd", accumulate=2, forwards=2, dtype=torch.float64),
-        Case(optimizer="sgd", manual=True, clip=0.05, dtype=torch.float64),
-    ]
-    for found in run_ranks(weights_of_two_runs, 3, cases):
-        for first, second, plain in zip(found[::3], found[1::3], found[2::3], strict=True):
-            for one, other, theirs in zip(first, second, plain, strict=True):
-                assert torch.equal(one, other)
-                assert torch.allclose(one, theirs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("sharded", [True, False])
-def test_clipped_gradients_give_the_plain_weights(sharded: bool) -> None:
-    assert max(run_ranks(clipped_weights, 2, sharded)) < 1e-12
-
-
+@pytest.mark.ranks(4)
 def test_each_subgroup_trains_by_itself() -> None:
     cases = [Case(), Case(optimizer="adafactor", sharded=False, clip=1e6), Case(accumulate=2, manual=True, clip=1e6)]
-    assert run_ranks(run_cases, 4, cases, True) == [[]] * 4
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    assert_equal_to_ddp(cases, groups[dist.get_rank() // 2])
 
 
+@pytest.mark.ranks(1)
 def test_a_world_of_one_is_plain_pytorch() -> None:
     cases = [Case(), Case(skip_branch=True, freeze=True), *(Case(name, sharded=False, steps=2) for name in OPTIMIZERS)]
-    assert run_ranks(run_cases, 1, cases) == [[]]
+    assert_equal_to_ddp(cases)
 
 
 def test_the_table_has_every_class_of_torch_that_can_be_sharded() -> None:

@@ -39,13 +39,13 @@ def test_every_element_belongs_to_one_rank(world_size: int, whole: bool) -> None
     assert sum(partition.sizes) == partition.full_numel
 
 
-def test_one_giant_tensor_is_shared_evenly_where_the_optimizer_works_by_element() -> None:
+def test_one_giant_tensor_is_shared_evenly_by_element() -> None:
     partition = cut_evenly(["giant", "a", "b", "c"], [(1000, 1000), (3,), (3,), (3,)], 2)
     held = [sum(span.numel for span in spans) for spans in partition.spans_by_rank]
     assert max(held) - min(held) <= 1009  # Full tensors stand at 1,000,000 to 9.
 
 
-def test_no_rank_has_more_than_an_even_share_and_the_largest_tensor() -> None:
+def test_no_rank_has_more_than_a_share_and_the_largest_tensor() -> None:
     random.seed(0)
     for _ in range(200):
         numels = [random.choice([1, 5, 17, 1000, 4096]) for _ in range(random.randint(1, 40))]
@@ -61,7 +61,7 @@ def test_what_ranks_have_already_counts() -> None:
 
 
 @pytest.mark.parametrize("group", [group_in_buckets, group_from_the_end])
-def test_buckets_keep_the_order_and_are_no_larger_than_asked_but_for_single_parameters(
+def test_buckets_keep_the_order_and_the_size(
     group: Callable[[Sequence[int], int], list[list[int]]],
 ) -> None:
     random.seed(1)

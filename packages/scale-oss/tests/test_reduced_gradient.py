@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core.comm.group import group_of
 from scale_core.sharded_tensor.replicated_parameter import ReplicatedParameter
 from scale_core.sharded_tensor.tensor import ShardedTensor
-from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
 
 
@@ -119,7 +118,8 @@ EDITS: list[Callable[[Sequence[nn.Parameter], int], None]] = [
 ]
 
 
-def as_ddp() -> None:
+@pytest.mark.ranks(2, 3)
+def test_gradients_that_a_program_edits_are_those_of_ddp() -> None:
     for elementwise in (True, False):
         for edit in EDITS:
             plain = net()
@@ -142,12 +142,8 @@ def as_ddp() -> None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, msg=f"{edit.__name__}, {elementwise}")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_gradients_that_a_program_edits_are_those_of_ddp(num_ranks: int) -> None:
-    run_ranks(as_ddp, num_ranks)
-
-
-def seen_gradients() -> None:
+@pytest.mark.ranks(3)
+def test_each_rank_sees_its_part_of_the_averaged_gradient() -> None:
     """Each rank sees its part, alike in name and shape on all ranks, from the pass on until gradients are cleared."""
     plain = net()
     model = copy.deepcopy(plain)
@@ -172,11 +168,8 @@ def seen_gradients() -> None:
     assert all(type(param.grad) is Tensor for param in copied.parameters())
 
 
-def test_each_rank_sees_its_part_of_the_averaged_gradient() -> None:
-    run_ranks(seen_gradients, 3)
-
-
-def refused_gradients() -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_gradient_that_is_not_its_part_is_an_error() -> None:
     """Full tensors are this rank's own until they are averaged, and parts of other parameters don't fit."""
     model = net()
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
@@ -198,16 +191,13 @@ def refused_gradients() -> list[str]:
     wrapped.reduce()
     optimizer.step()
     assert torch.equal(params[0], before[0]) and not torch.equal(params[1], before[1])
-    return messages
+    wrong, unreduced = messages
+    assert "parameter 1 of group 0" in wrong and "Assign what was computed from its own param.grad" in wrong
+    assert "assigned as a full tensor. Call model.reduce()" in unreduced
 
 
-def test_a_gradient_that_is_not_its_part_is_an_error() -> None:
-    for wrong, unreduced in run_ranks(refused_gradients, 2):
-        assert "parameter 1 of group 0" in wrong and "Assign what was computed from its own param.grad" in wrong
-        assert "assigned as a full tensor. Call model.reduce()" in unreduced
-
-
-def alone() -> None:
+@pytest.mark.ranks(1)
+def test_on_a_single_rank_a_gradient_is_a_plain_tensor() -> None:
     """On a single rank gradients are full tensors, and what is assigned is stepped with."""
     model, plain = net(), net()
     optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25)
@@ -221,11 +211,8 @@ def alone() -> None:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
-def test_on_a_single_rank_a_gradient_is_a_plain_tensor() -> None:
-    run_ranks(alone, 1)
-
-
-def accumulated() -> None:
+@pytest.mark.ranks(2)
+def test_passes_add_to_an_edited_gradient() -> None:
     """Passes add to a gradient that was edited, and to one that was assigned; steps use up what was reduced."""
     plain = net()
     model = copy.deepcopy(plain)
@@ -245,7 +232,3 @@ def accumulated() -> None:
             each.zero_grad(set_to_none=step == 0)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-def test_passes_add_to_an_edited_gradient() -> None:
-    run_ranks(accumulated, 2)

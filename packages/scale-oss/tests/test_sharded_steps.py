@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
+from scale_check.exact import gather_values
 from scale_core import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
 from scale_oss import OSS, ShardedDataParallel
@@ -98,15 +99,12 @@ def without_memory(wrapping: str, rank: int) -> str:
     return "nothing"
 
 
-def outcomes_without_memory() -> dict[str, str]:
-    return {
-        wrapping: without_memory(wrapping, dist.get_rank()) for wrapping in ("sharded", "in turn", "ddp", "together")
-    }
-
-
 @pytest.mark.fault(101)
+@pytest.mark.ranks(2)
 def test_a_step_without_memory_on_one_rank_is_an_error_on_all() -> None:
-    first, second = run_ranks(outcomes_without_memory, 2)
+    first, second = gather_values(
+        {wrapping: without_memory(wrapping, dist.get_rank()) for wrapping in ("sharded", "in turn", "ddp", "together")}
+    )
     for said in (first, second):
         assert said["sharded"].startswith("2: ContractError: ")
         assert "rank 0: OSS; rank 1: OSS that failed with MemoryError" in said["sharded"]
@@ -150,7 +148,9 @@ def test_ranks_that_step_alike_go_on(said: list[dict[str, str]]) -> None:
     assert [[outcome[name] for name in alike] for outcome in said] == [["nothing"] * 3] * 2
 
 
-def other_messages() -> list[str]:
+@pytest.mark.fault(98)
+@pytest.mark.ranks(2)
+def test_options_that_decide_about_messages_are_compared_first() -> None:
     """Options that decide about the messages of a rank."""
     rank, said = dist.get_rank(), []
 
@@ -175,12 +175,6 @@ def other_messages() -> list[str]:
         said.append(str(caught.value))
     set_later(kept, True)
     assert kept.broadcast_fp16
-    return said
-
-
-@pytest.mark.fault(98)
-def test_options_that_decide_about_messages_are_compared_first() -> None:
-    for said in run_ranks(other_messages, 2):
-        names = ("broadcast_fp16", "reduce_fp16", "broadcast_buffers", "broadcast_fp16")
-        for name, message in zip(names, said, strict=True):
-            assert f"{name}=False" in message and f"{name}=True" in message
+    names = ("broadcast_fp16", "reduce_fp16", "broadcast_buffers", "broadcast_fp16")
+    for name, message in zip(names, said, strict=True):
+        assert f"{name}=False" in message and f"{name}=True" in message
