@@ -131,7 +131,7 @@ FAULTS = [
     Fault(BUFFER, "            if copies_shard:\n                self.wait_sent()", "            pass", of_fsdp("fp8")),
     Fault(
         BUFFER,
-        "            if self._moves:\n                self._stream.join()\n            deferred",
+        "            if self.moves:\n                self._stream.join()\n            deferred",
         "            deferred",
         ON_HOST,
     ),
@@ -221,6 +221,7 @@ FAULTS = [
         "        self._source = None if grad.is_contiguous() else part_grad",
         "        self._source = None",
         OPTIMIZER,
+        "a view in these tests; it counts where a part of a gradient is copied to be dense",
     ),
     Fault(UPDATE, "            bucket.ready.synchronize()", "            pass", OPTIMIZER),
     Fault(

@@ -226,8 +226,8 @@ def test_an_average_of_weights_has_no_race(options: dict[str, Any], simulation: 
         gather()
         model(torch.randn(2, WIDTH, device="sim"))
         with average.swapped():
-            model(torch.randn(2, WIDTH, device="sim"))
             gather()
+            model(torch.randn(2, WIDTH, device="sim"))
 
     train(model, after=look)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from scale_checkpoint.offload import storage
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.simulate import simulate
@@ -449,7 +450,13 @@ def test_several_numbers_of_ranks_are_compared(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.simulation
-def test_activations_go_to_the_host_where_they_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_activations_go_to_the_host_where_they_do_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    # The activations of a model as small as this one would all be fetched ahead.
+    monkeypatch.setattr(storage, "_PREFETCH_BYTES", 0)
+    storage.copy_streams.cache_clear()
+    request.addfinalizer(storage.copy_streams.cache_clear)
     wide = ["--width", "128", "--sequence", "128", "--only", "fsdp", "--activations", "keep", "offload"]
     roomy = run_json(capsys, *wide)
     (kept,) = roomy["strategies"]

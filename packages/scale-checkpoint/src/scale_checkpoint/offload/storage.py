@@ -40,6 +40,7 @@ Target: TypeAlias = Literal["host"] | os.PathLike[str]
 
 _FILE_BYTES = 1 << 28
 _MAX_UNWRITTEN_BYTES = 1 << 30
+_PREFETCH_BYTES = 1 << 27
 
 
 class CopyStreams:
@@ -54,7 +55,7 @@ class CopyStreams:
         self._to_host, self._to_device = stream_for(device), stream_for(device)
         self.writer, self.reader = (InlineExecutor() if self.is_cpu else worker_for(device) for _ in range(2))
         # How much is worth fetching before it is needed, in addition to the next storage.
-        self.prefetch_bytes = 1 << 27 if has_streams(device) else 0
+        self.prefetch_bytes = _PREFETCH_BYTES if has_streams(device) else 0
 
     def to_host(self, source: Tensor) -> tuple[Tensor, StreamEvent]:
         """Starts to copy `source`, uint8 [n], to the host; it must stay as it is until the event."""
