@@ -154,7 +154,6 @@ class History:
     def end(self, *, closes: bool) -> None:
         """Ends the current pass; `closes` ends the cycle as well."""
         ended, kind = self.current, self.current.kind
-        self.orders[kind] = ended.events
         self._num_completed[kind] = self.num_completed + 1
         self.cycle.append(ended)
         if closes:
@@ -166,6 +165,7 @@ class History:
             and (first in self._unpredictable or not self._is_settled(self._last_cycles.get(first, [])))
             and len(self.cycle) <= _COMPARED_DIRECTIONS
         )
+        self.orders[kind] = ended.events
 
     def _is_settled(self, passes: Sequence[Pass]) -> bool:
         """Whether these passes predict the order of transfers in the next ones of their kinds."""
@@ -379,7 +379,7 @@ class Contract:
         Raises:
             ContractError: On the ranks of a group in which they differ; names the first one that does, by rank.
         """
-        if CallLog.is_used and not self.is_single_rank:
+        if not self.is_single_rank:
             with self.waiting("the comparison of calls"):
                 difference = calls_that_differ(self.group.ranks, self.limit_seconds)
             if difference:
