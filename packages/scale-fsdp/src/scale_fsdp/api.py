@@ -84,7 +84,8 @@ class DevicePlacement:
 
     def stays_on_host(self, modules: Sequence[nn.Module], ranks: MeshInfo) -> bool:
         """Whether a model computes on the host for want of a device, though its ranks communicate by accelerators."""
-        if self.compute is not None or ranks.whole.backend in ("gloo", "fake", "none"):
+        moves_host_tensors = ranks.whole.backend in ("gloo", "fake", "none") or ranks.whole.state.moves_host_tensors
+        if self.compute is not None or moves_host_tensors:
             return False
         params = [param for module in modules for param in module.parameters()]
         return bool(params) and all(param.device.type == "cpu" for param in params)
