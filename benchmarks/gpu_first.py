@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 MINUTES = 15.0
-SIMULATED_GIB = 20.0
+SIMULATED_GIB = 26.11  # of the GPT of part `gpt`
 _TAIL = 4000  # characters of a part's output that are kept
 
 

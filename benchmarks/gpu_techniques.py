@@ -25,6 +25,8 @@ from scale_core import ShardedGradScaler
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.device.streams import stream_for
+from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.flat.layout import FlatLayout
 from scale_moe import MoE, average_replicated_gradients
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
@@ -230,6 +232,37 @@ def attention(device: torch.device, steps: int, around: Around) -> Losses:
     return losses
 
 
+class _CastWeight:
+    """A weight that is gathered in fp8, as torchao's are."""
+
+    dtype = torch.float8_e4m3fn
+
+    def scale(self, amax: Tensor) -> Tensor:
+        return 448.0 / amax.clamp(min=1e-12)
+
+    def cast(self, values: Tensor, scale: Tensor, out: Tensor) -> None:
+        out.copy_((values * scale).clamp(-448, 448).to(self.dtype).view(torch.uint8))
+
+
+def float8_gather(device: torch.device, steps: int, around: Around) -> Losses:
+    """The sums of the bytes that gathers of a shard on the host leave."""
+    group, losses = group_of(), []
+    layout = FlatLayout.plan(["weight"], [(WIDTH, WIDTH)], group.size)
+    devices = DevicePolicy(shard=torch.device("cpu"), compute=device)
+    weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    weights: Any = [_CastWeight()]
+    flat = FlatBuffer(["weight"], [weight], layout, group, devices=devices, float8=weights)
+    for _ in range(steps):
+        with around():
+            flat.gather(tag=1 << 21)
+            flat.wait_gathered(10.0)
+            total = flat.full.view(torch.uint8).to(torch.int64).sum()
+            flat.release()
+            flat.wait_sent()
+        losses.append(float(total))
+    return losses
+
+
 Technique = Callable[[torch.device, int, Around], Losses]
 
 # Each technique with the plain program of the same numbers; None is one whose numbers are its own, as of int8.
@@ -239,6 +272,7 @@ TECHNIQUES: dict[str, tuple[Technique, Technique | None]] = {
     "fsdp, bf16": (fsdp_bf16, None),
     "fsdp, int8": (fsdp_int8, None),
     "fsdp, int8, shards on the host": (partial(fsdp_int8, on_host=True), None),
+    "fp8 gather, shards on the host": (float8_gather, None),
     "OffloadOptimizer": (offload_optimizer, plain),
     "OffloadOptimizer, half": (partial(offload_optimizer, host_fraction=0.5), plain),
     "OffloadOptimizer, overlap_step": (partial(offload_optimizer, overlap_step=True), plain),

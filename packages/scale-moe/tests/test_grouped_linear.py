@@ -73,7 +73,7 @@ def test_gradients_of_weights_have_the_same_bits_both_ways(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch, "_grouped_mm", counted)
     grouped = weight_gradient()
-    assert products == [(23, 16), (32, 23)]
+    assert products[-2:] == [(23, 16), (32, 23)]
     monkeypatch.setattr(module, "_can_group_rows", lambda *_: False)
     assert torch.equal(grouped, weight_gradient()) and not grouped[1].any()
 

@@ -33,7 +33,7 @@ def results(causal: bool, dtype: torch.dtype, *, fused: bool) -> list[Tensor]:
         if fused:
             patch.setattr(ring, "flash_kernel", lambda *_: CpuFlash())
         parts = [split_sequence(each.detach(), group_of(), dim=2).requires_grad_() for each in inputs(dtype)]
-        output = ring_attention(*parts, group_of(), is_causal=causal, scale=0.3)
+        output = ring_attention(*parts, group_of(), is_causal=causal, scale=0.3, length=LENGTH)
         return [output.detach(), *torch.autograd.grad(output, parts, output.detach().cos())]
 
 
