@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from scale_check.cli import main
+from scale_check.script.rank import exact_norms
 
 DDP = """
 import sys, torch, torch.distributed as dist
@@ -213,6 +215,10 @@ for batch in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
+# Gradients are clipped by the norm of three million elements, which depends on who has them if it is summed in float32.
+LARGE_FSDP2 = FSDP2.replace(
+    "norm, nn.ReLU(), nn.Linear(16, 3)", "norm, nn.ReLU(), nn.Linear(16, 3), nn.Linear(3, 2**19), nn.Linear(2**19, 3)"
+)
 LEARNING_RATE_OF_THE_RANKS = DDP.replace("lr=1e-2", "lr=1e-2 * dist.get_world_size()")
 
 
@@ -225,6 +231,7 @@ SCRIPTS = {
     "loader": LOADER_OF_ITS_OWN,
     "divided_loader": DIVIDED_WITH_LOADER,
     "lengths": OF_MANY_LENGTHS,
+    "large_fsdp2": LARGE_FSDP2,
     "learning_rate": LEARNING_RATE_OF_THE_RANKS,
 }
 
@@ -308,3 +315,12 @@ def test_a_large_tensor_is_kept_only_where_it_is_the_first_that_differs(
         "step 1: gradient of 3.weight differs on rank 1: at [2, 7] one process has " if bug else "tensors are equal"
     )
     assert expected in output and "a sum of" not in output
+
+
+def test_norms_of_large_tensors_are_exact_to_the_last_place() -> None:
+    grad = torch.randn(2**20, generator=torch.Generator().manual_seed(5))
+    with exact_norms():
+        norms = [torch.linalg.vector_norm(grad), torch.nn.utils.get_total_norm([grad])]
+        assert torch.linalg.vector_norm(grad.double()).dtype is torch.float64
+    for norm in norms:
+        torch.testing.assert_close(norm, grad.double().norm().float(), rtol=2.0**-23, atol=0)
