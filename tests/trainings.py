@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from scale_adascale import AdaScale
 from scale_check.comparison import BUG_RATIO, ParityVerdict, Report, compare
 from scale_check.fuzz.pool import run_in_turn
-from scale_check.recording import Key, Phase, Recording, full_gradient, plain_name
+from scale_check.recording import Key, Phase, Recording, full_value, gradient_of, plain_name
 from scale_core.comm.group import Group, group_of
 
 T = TypeVar("T")
@@ -245,8 +245,8 @@ def train_beside(
         for recording, each, number in ((expected, plain, loss_there), (actual, model, loss.item())):
             recording.tensors[Key(step + 1, Phase.BUFFER, "loss")] = torch.tensor(number, dtype=torch.float64)
             for name, param in each.named_parameters() if gradients else ():
-                if (grad := full_gradient(param)) is not None:
-                    recording.tensors[Key(step + 1, Phase.GRADIENT, plain_name(name))] = grad
+                if (grad := gradient_of(param)) is not None:
+                    recording.tensors[Key(step + 1, Phase.GRADIENT, plain_name(name))] = full_value(grad)
         for optimizer in optimizers:
             optimizer.step()
         for each in (plain, model):

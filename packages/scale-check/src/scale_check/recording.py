@@ -134,9 +134,8 @@ def full_value(tensor: Tensor, *, copies: bool = True) -> Tensor:
             full: Tensor = _of_deepspeed("safe_get_full_fp32_param", tensor)
         else:
             full = tensor.detach() if gather is None else gather().detach()
-        return (
-            full.to("cpu", copy=True).contiguous() if copies else full.detach().to("cpu")
-        )  # Ranks send it contiguous.
+        # Ranks send contiguous tensors.
+        return full.to("cpu", copy=True).contiguous() if copies else full.to("cpu")
 
 
 def gradient_of(param: nn.Parameter) -> Tensor | None:

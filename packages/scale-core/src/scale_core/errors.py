@@ -16,6 +16,7 @@
     |-- StateMismatch              a state does not fit the model; also a ValueError
     |-- ShardedTensorError         a function needs elements of a tensor that other ranks have
     |-- UseAfterReleaseError       scale_core.simulate: memory was read after it had been freed
+    |-- RaceError                  scale_core.simulate: two accesses of the same memory have no order
     |-- RankError                  scale_core.testing: a rank ended without a result
     |-- RecomputationError         scale_checkpoint: the recomputed forward differs from the first one
     |-- BudgetError                scale_checkpoint: no plan fits the memory; also a ValueError
