@@ -53,19 +53,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs the body of a test marked `ranks` on that number of ranks, or on as many as the argument of that name says.
 
-    With 0 it runs in the process of the test, without a process group.
+    With 0 it runs in the process of the test, without a process group. A test marked `local_tensors` sees shards as
+    plain tensors.
     """
     marker = pyfuncitem.get_closest_marker("ranks")
-    if marker is None:
+    is_local = pyfuncitem.get_closest_marker("local_tensors") is not None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    num_ranks: Any = 0
+    if marker is not None:
+        num_ranks = marker.args[0] if len(marker.args) == 1 else pyfuncitem.callspec.params["num_ranks"]
+        num_ranks = arguments[num_ranks] if isinstance(num_ranks, str) else num_ranks
+    if not num_ranks and not is_local:
         return None
     from scale_core.testing.ranks import run_ranks, run_test
 
-    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    num_ranks: Any = marker.args[0] if len(marker.args) == 1 else pyfuncitem.callspec.params["num_ranks"]
-    num_ranks = arguments[num_ranks] if isinstance(num_ranks, str) else num_ranks
-    if not num_ranks:
-        return None
-    run_ranks(run_test, num_ranks, pyfuncitem.function, arguments, **marker.kwargs)
+    if marker is None or not num_ranks:
+        run_test(pyfuncitem.obj, arguments, is_local)
+    else:
+        run_ranks(run_test, num_ranks, pyfuncitem.function, arguments, is_local, **marker.kwargs)
     return True
 
 

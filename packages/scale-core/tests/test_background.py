@@ -27,6 +27,8 @@ from scale_core.shard import on_local_tensors
 from scale_core.snapshot import SnapshotError, async_save, background, latest, load, save, staging
 from scale_core.testing import RankError, run_ranks
 
+pytestmark = pytest.mark.local_tensors
+
 T = TypeVar("T")
 
 LONG = 60.0  # Longer than any test waits.
@@ -76,7 +78,6 @@ def check_it_is_of_step_3(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [0, 2])
-@on_local_tensors
 def test_what_is_trained_meanwhile_does_not_reach_the_files(tmp_path: Path, num_ranks: int) -> None:
     if num_ranks:
         run_ranks(save_and_train_on, num_ranks, tmp_path)
@@ -86,7 +87,6 @@ def test_what_is_trained_meanwhile_does_not_reach_the_files(tmp_path: Path, num_
     check_it_is_of_step_3(tmp_path)
 
 
-@on_local_tensors
 def test_a_second_save_waits_for_the_first_and_old_ones_go(tmp_path: Path) -> None:
     objects = trained(1)
     savings = [async_save(tmp_path, number, objects, keep=2) for number in (1, 2, 3)]
@@ -126,7 +126,6 @@ def peak_bytes(write: Callable[[], object]) -> int:
 
 @pytest.mark.ranks(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@on_local_tensors
 def test_the_copy_needs_no_more_than_a_shard_and_a_tenth(tmp_path: Path) -> None:
     save(tmp_path / "warm", 1, {"model": nn.Linear(2, 2)})
     async_save(tmp_path / "warm", 2, {"model": nn.Linear(2, 2)}).wait()
@@ -172,7 +171,6 @@ def save_in_vain(folder: Path, then: str) -> tuple[str, int]:
 
 @pytest.mark.fault(45)
 @pytest.mark.parametrize("then", ["wait", "step", "save", "load"])
-@on_local_tensors
 def test_a_failure_is_raised_on_all_ranks_by_what_comes_next(tmp_path: Path, then: str) -> None:
     save(tmp_path, 1, trained(1))
     (first, at_step), (second, its_step) = run_ranks(save_in_vain, 2, tmp_path, then)
@@ -194,7 +192,6 @@ def copy_in_vain(folder: Path) -> str:
     return str(caught.value)
 
 
-@on_local_tensors
 def test_a_copy_that_fails_on_one_rank_is_a_failure_on_all(tmp_path: Path) -> None:
     for message in run_ranks(copy_in_vain, 2, tmp_path):
         assert "step-00000001 failed on rank 1 of 2: MemoryError: no room for the copy" in message
@@ -214,14 +211,12 @@ def hear_late(folder: Path) -> tuple[str, int]:
     return save_in_vain(folder, "step")
 
 
-@on_local_tensors
 def test_a_failure_heard_of_late_is_raised_before_the_same_step(tmp_path: Path) -> None:
     save(tmp_path, 1, trained(1))
     (_, at_step), (_, its_step) = run_ranks(hear_late, 2, tmp_path)
     assert at_step == its_step
 
 
-@on_local_tensors
 def test_hooks_are_there_only_while_a_save_is_pending(tmp_path: Path) -> None:
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
@@ -254,7 +249,6 @@ if sys.argv[2] == "raise":
 
 
 @pytest.mark.parametrize(("how", "said"), [("end", ""), ("raise", "of the program"), ("fail", "No space left")])
-@on_local_tensors
 def test_a_program_that_ends_finishes_its_save_or_reports_it(tmp_path: Path, how: str, said: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), how], capture_output=True, text=True, timeout=600, check=False
@@ -268,7 +262,6 @@ def test_a_program_that_ends_finishes_its_save_or_reports_it(tmp_path: Path, how
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 def test_a_save_goes_on_when_the_process_group_is_destroyed(tmp_path: Path) -> None:
     objects = trained(1)
     at("tensor", lambda: time.sleep(0.02))
@@ -292,7 +285,6 @@ def save_and_be_killed(folder: Path, point: str) -> None:
 
 
 @pytest.mark.parametrize("point", ["tensor", "written", "manifest"])
-@on_local_tensors
 def test_killed_while_it_is_written_the_snapshot_before_loads(tmp_path: Path, point: str) -> None:
     run_ranks(save_and_train_on, 2, tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -319,7 +311,6 @@ def save_on_other_ranks_too(folder: Path) -> Tensor:
     return found
 
 
-@on_local_tensors
 def test_a_group_of_some_of_the_ranks_saves_for_itself(tmp_path: Path) -> None:
     found = run_ranks(save_on_other_ranks_too, 4, tmp_path)
     assert [tensor[0].item() for tensor in found] == [0.0, 0.0, 1.0, 1.0]

@@ -17,9 +17,11 @@ from torch.amp.grad_scaler import GradScaler
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Axis, Placement, Shard, on_local_tensors
+from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.simulate import simulate
+
+pytestmark = pytest.mark.local_tensors
 
 SIZE, STEPS = 11, 24
 INF = float("inf")
@@ -94,7 +96,6 @@ def as_torch_on_one_process(name: str, clips: bool) -> None:
 @pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.fault(70)
-@on_local_tensors
 def test_a_bad_gradient_on_one_rank_is_a_step_on_none(num_ranks: int) -> None:
     """In any dtype, and on any rank."""
     group = group_of()
@@ -118,7 +119,6 @@ def test_a_bad_gradient_on_one_rank_is_a_step_on_none(num_ranks: int) -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.fault(70)
-@on_local_tensors
 def test_ranks_without_elements_or_losses_step_too() -> None:
     """One rank holds an empty shard, one no gradient; the scale of one that computes no loss is made all the same."""
     group = group_of()
@@ -144,7 +144,6 @@ def test_ranks_without_elements_or_losses_step_too() -> None:
 @pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.fault(70)
-@on_local_tensors
 def test_each_optimizer_has_its_verdict(num_ranks: int) -> None:
     group = group_of()
     params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
@@ -162,7 +161,6 @@ def test_each_optimizer_has_its_verdict(num_ranks: int) -> None:
 
 
 @pytest.mark.ranks(3)
-@on_local_tensors
 def test_scales_that_differ_or_were_never_used_are_refused() -> None:
     group, param = group_of(), nn.Parameter(torch.ones(2))
     for name in OPTIMIZERS:
@@ -177,7 +175,6 @@ def test_scales_that_differ_or_were_never_used_are_refused() -> None:
 
 
 @pytest.mark.ranks(3)
-@on_local_tensors
 def test_a_group_that_lacks_ranks_of_a_shard_is_refused() -> None:
     """And that of one rank has a scale of its own."""
     group, param = group_of(), nn.Parameter(torch.ones(2))
@@ -206,19 +203,16 @@ each_training = pytest.mark.parametrize(
 @pytest.mark.ranks(3)
 @pytest.mark.fault(70)
 @each_training
-@on_local_tensors
 def test_three_ranks_step_together_or_not_at_all(name: str, clips: bool) -> None:
     as_torch_on_one_process(name, clips)
 
 
 @each_training
-@on_local_tensors
 def test_a_world_of_one_needs_no_torch_distributed(name: str, clips: bool) -> None:
     assert not dist.is_initialized()
     as_torch_on_one_process(name, clips)
 
 
-@on_local_tensors
 def test_an_autocast_run_equals_torch_s_scaler_to_the_bit() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 2))
@@ -243,7 +237,6 @@ def test_an_autocast_run_equals_torch_s_scaler_to_the_bit() -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
-@on_local_tensors
 def test_the_state_goes_round_and_into_torch_s_scaler() -> None:
     param = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=0.1)
@@ -265,7 +258,6 @@ def test_the_state_goes_round_and_into_torch_s_scaler() -> None:
         assert other.get_scale() == 64 and other.state_dict()["_growth_tracker"] == 4
 
 
-@on_local_tensors
 def test_one_that_is_disabled_is_as_if_there_were_none() -> None:
     scaler = ShardedGradScaler(init_scale=-1.0, enabled=False)
     param = nn.Parameter(torch.ones(2))
@@ -284,7 +276,6 @@ def test_one_that_is_disabled_is_as_if_there_were_none() -> None:
 
 
 @pytest.mark.parametrize("as_keyword", [False, True])
-@on_local_tensors
 def test_a_closure_is_refused_before_it_runs(as_keyword: bool) -> None:
     def closure() -> float:
         raise AssertionError("ran")
@@ -298,7 +289,6 @@ def test_a_closure_is_refused_before_it_runs(as_keyword: bool) -> None:
             scaler.step(optimizer, closure)
 
 
-@on_local_tensors
 def test_a_new_scale_is_a_number_or_one_element() -> None:
     scaler = ShardedGradScaler()
     scaler.scale(torch.ones(()))
@@ -315,19 +305,16 @@ def test_a_new_scale_is_a_number_or_one_element() -> None:
     "argument, value",
     [("init_scale", 0.0), ("init_scale", INF), ("growth_factor", 1.0), ("backoff_factor", 1.0), ("growth_interval", 0)],
 )
-@on_local_tensors
 def test_numbers_out_of_range_are_refused(argument: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"expected {argument} to be"):
         ShardedGradScaler(**{argument: value})
 
 
-@on_local_tensors
 def test_what_is_no_process_group_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match="ProcessGroup"):
         ShardedGradScaler(process_group="world")  # type: ignore[arg-type]
 
 
-@on_local_tensors
 def test_the_scale_stands_where_it_is_told_to() -> None:
     scaler = ShardedGradScaler(init_scale=2.0, device="cpu")
     assert scaler.scale([torch.ones(2), torch.ones(3)])[1].tolist() == [2, 2, 2]
@@ -335,7 +322,6 @@ def test_the_scale_stands_where_it_is_told_to() -> None:
 
 
 @pytest.mark.simulation
-@on_local_tensors
 def test_a_simulated_rank_steps_and_sends_five_numbers() -> None:
     with simulate(rank=1, world_size=4) as simulation:
         param = nn.Parameter(torch.ones(8))
@@ -349,7 +335,6 @@ def test_a_simulated_rank_steps_and_sends_five_numbers() -> None:
         assert simulation.bytes_sent["all_reduce"] == 30  # 2 * 3/4 * 20 bytes
 
 
-@on_local_tensors
 def test_it_takes_a_device_first_as_torch_s_does():
     model = torch.nn.Linear(2, 1)
     for scaler in (ShardedGradScaler("cuda", 1024.0), ShardedGradScaler(torch.device("cpu"), init_scale=1024.0)):
@@ -361,7 +346,6 @@ def test_it_takes_a_device_first_as_torch_s_does():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("value", [2.0, INF])
-@on_local_tensors
 def test_gradients_on_the_host_are_divided_after_the_scale(value: float) -> None:
     """As with parameters that are offloaded: the device is still busy when the host divides."""
     device = torch.device("cuda", torch.cuda.current_device())

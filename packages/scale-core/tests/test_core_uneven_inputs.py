@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from rank_values import by_rank
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import LossShare, current_share, join
-
-
-def batches_of(lengths: list[int]) -> list[tuple[str, bool, LossShare | None]]:
-    """What this rank sees: each batch, whether it counts, and what its gradients count."""
-    rank = group_of().rank
-    joined = join([f"{rank}{number}" for number in range(lengths[rank])])
-    seen = [(batch, joined.active, current_share()) for batch in joined]
-    assert current_share() is None
-    return seen
-
-
-def by_samples() -> list[tuple[float, int]]:
-    batches = [[1, 2], [3]] if group_of().rank else [[1, 2], [3, 4], [5, 6]]
-    shares = []
-    for _ in join(batches, samples=len):
-        share = current_share()
-        assert share is not None
-        shares.append((share.weight, share.divisor))
-    return shares
 
 
 def refusals(lengths: list[int], sizes: int) -> str:
@@ -35,16 +17,30 @@ def refusals(lengths: list[int], sizes: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.fault(20)
 def test_a_rank_without_data_gets_its_last_batch_again() -> None:
-    first, second, third = run_ranks(batches_of, 3, [1, 3, 2])
+    """What this rank sees: each batch, whether it counts, and what its gradients count."""
+    lengths = [1, 3, 2]
+    rank = group_of().rank
+    joined = join([f"{rank}{number}" for number in range(lengths[rank])])
+    seen = [(batch, joined.active, current_share()) for batch in joined]
+    assert current_share() is None
+    first, second, third = by_rank(seen)
     assert first == [("00", True, None), ("00", False, LossShare(0.0, 2)), ("00", False, LossShare(0.0, 1))]
     assert second == [("10", True, None), ("11", True, LossShare(1.0, 2)), ("12", True, LossShare(1.0, 1))]
     assert third == [("20", True, None), ("21", True, LossShare(1.0, 2)), ("21", False, LossShare(0.0, 1))]
 
 
+@pytest.mark.ranks(2)
 def test_ranks_can_count_by_their_samples() -> None:
-    first, second = run_ranks(by_samples, 2)
+    batches = [[1, 2], [3]] if group_of().rank else [[1, 2], [3, 4], [5, 6]]
+    shares = []
+    for _ in join(batches, samples=len):
+        share = current_share()
+        assert share is not None
+        shares.append((share.weight, share.divisor))
+    first, second = by_rank(shares)
     assert first == [(0.5, 1), (2 / 3, 1), (1.0, 1)]
     assert second == [(0.5, 1), (1 / 3, 1), (0.0, 1)]
 
@@ -68,7 +64,8 @@ def test_a_batch_without_samples_is_refused_on_all_ranks() -> None:
         assert "expected every batch to have a sample, got [0, 0], by rank" in message
 
 
-def loader_fails() -> str:
+@pytest.mark.ranks(2)
+def test_a_loader_that_fails_on_one_rank_ends_the_loop_on_all() -> None:
     def batches():  # type: ignore[no-untyped-def]
         yield 1
         if group_of().rank == 1:
@@ -79,11 +76,7 @@ def loader_fails() -> str:
         for _ in join(batches()):
             pass
     assert current_share() is None
-    return str(caught.value)
-
-
-def test_a_loader_that_fails_on_one_rank_ends_the_loop_on_all() -> None:
-    first, second = run_ranks(loader_fails, 2)
+    first, second = by_rank(str(caught.value))
     assert "rank 1 could not get its next batch" in first and second == "no such file"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_values import by_rank
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
@@ -14,7 +15,6 @@ from scale_core.consistency.contract import Contract
 from scale_core.sharded_tensor.full_tensor import Part
 from scale_core.state.full_optim_state import ParamState, gather_optim_states
 from scale_core.state.param_ownership import ParamSlice
-from scale_core.testing import run_ranks
 from scale_core.tree import map_tensors
 
 HOST = torch.device("cpu")
@@ -93,7 +93,8 @@ def test_parts_of_any_size_become_whole_on_those_that_keep_them(num_ranks: int) 
     assert torch.equal(whole["sum"], columns)
 
 
-def differ() -> list[str]:
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_all_raise_the_same() -> None:
     group = group_of()
     contract, said = Contract(group), []
     both = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4)}
@@ -117,11 +118,7 @@ def differ() -> list[str]:
             said.append("agreed")
         except ValueError as error:
             said.append(str(error))
-    return said
-
-
-def test_ranks_that_differ_all_raise_the_same() -> None:
-    first, second = run_ranks(differ, 2)
+    first, second = by_rank(said)
     assert first == second
     assert [message.partition(":")[0] for message in first] == [
         "agreed",
@@ -138,7 +135,8 @@ def test_ranks_that_differ_all_raise_the_same() -> None:
     assert "3.0 (torch.float32) on rank 0, 4.0 (torch.float32) on rank 1: all ranks must step together" in first[2]
 
 
-def differ_beside_the_group() -> str:
+@pytest.mark.ranks(4)
+def test_copies_on_other_ranks_are_compared_and_one_is_sent() -> None:
     """Copies on two pairs of ranks, of which one pair has another step."""
     world = group_of()
     pairs = [torch.distributed.new_group(ranks) for ranks in ([0, 1], [2, 3])]
@@ -151,10 +149,6 @@ def differ_beside_the_group() -> str:
             results.append(str([values["sum"].tolist() for values in found]))
         except ValueError as error:
             results.append(str(error))
-    return " / ".join(results)
-
-
-def test_copies_on_other_ranks_are_compared_and_one_is_sent() -> None:
-    said = run_ranks(differ_beside_the_group, 4)
+    said = by_rank(" / ".join(results))
     assert [text.partition(" / ")[0] for text in said] == ["[]", "[]", "[[0.0, 1.0, 2.0, 3.0]]", "[]"]
     assert all("w.step differs between the ranks: 3.0 (torch.float32) on rank 0, 4.0" in text for text in said)

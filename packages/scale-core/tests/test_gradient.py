@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
-from scale_core.shard import on_local_tensors
+
+pytestmark = pytest.mark.local_tensors
 
 
 class HalfSquare(torch.autograd.Function):
@@ -52,7 +53,6 @@ HALF = DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtypes", [HALF, DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)])
-@on_local_tensors
 def test_a_revoked_pass_leaves_the_sum_of_those_before_it(dtypes: DtypePolicy) -> None:
     good = [[0, 1, 4], [0, 2]]
     buffer, expected = summed(dtypes, good), summed(dtypes, good)
@@ -68,7 +68,6 @@ def test_a_revoked_pass_leaves_the_sum_of_those_before_it(dtypes: DtypePolicy) -
 
 
 @pytest.mark.parametrize("dtypes", [HALF, DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)])
-@on_local_tensors
 def test_the_sum_is_that_of_all_passes_in_the_wide_dtype(dtypes: DtypePolicy) -> None:
     buffer = summed(dtypes, [[0, 1], [1, 2]])
     one_pass(buffer, [1, 3], 2)
@@ -84,7 +83,6 @@ def test_the_sum_is_that_of_all_passes_in_the_wide_dtype(dtypes: DtypePolicy) ->
         assert torch.equal(flat.narrow(0, entry.offset, entry.numel), total)
 
 
-@on_local_tensors
 def test_repeated_gradients_are_added_as_autograd_does() -> None:
     order = [[0, 1, 1], [1, 0, 1, 2, 1, 2], [0, 0, 1]]
     for settles_last in (False, True):
@@ -101,7 +99,6 @@ def test_repeated_gradients_are_added_as_autograd_does() -> None:
             assert torch.equal(flat.narrow(0, entry.offset, entry.numel), total)
 
 
-@on_local_tensors
 def test_a_sum_is_taken_once_and_comes_back_if_revoked() -> None:
     here = torch.device("cpu")
     buffer = summed(HALF, [[0, 4]])
@@ -114,7 +111,6 @@ def test_a_sum_is_taken_once_and_comes_back_if_revoked() -> None:
     assert not buffer.gradient and buffer.gradient.accumulated is None
 
 
-@on_local_tensors
 def test_what_is_withheld_is_zero_until_the_pass_is_revoked() -> None:
     here = torch.device("cpu")
     buffer = summed(HALF, [[0, 4]])
@@ -127,7 +123,6 @@ def test_what_is_withheld_is_zero_until_the_pass_is_revoked() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("accumulate", [False, True])
-@on_local_tensors
 def test_held_gradients_become_the_flat_gradient_when_packed(accumulate: bool) -> None:
     """What is held takes no flat memory until it is packed; what comes twice, or to a flat gradient, is added."""
     group = group_of()
@@ -161,7 +156,6 @@ def test_held_gradients_become_the_flat_gradient_when_packed(accumulate: bool) -
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 def test_a_single_gradient_of_full_size_is_taken_over() -> None:
     """One parameter that fills its buffer: autograd's own gradient becomes the flat one."""
     group = group_of()
@@ -182,7 +176,6 @@ def test_a_single_gradient_of_full_size_is_taken_over() -> None:
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 def test_a_gradient_that_is_the_weight_outlives_the_full_buffer() -> None:
     group = group_of()
     weight = torch.arange(12.0).view(4, 3)
@@ -197,7 +190,6 @@ def test_a_gradient_that_is_the_weight_outlives_the_full_buffer() -> None:
     assert grad is not None and torch.equal(grad, shard) and grad.data_ptr() != shard.data_ptr()
 
 
-@on_local_tensors
 def test_a_gradient_with_a_gradient_is_refused_by_name() -> None:
     buffer = make(Group())
     buffer.unsharded_params[0].grad = (
@@ -207,7 +199,6 @@ def test_a_gradient_with_a_gradient_is_refused_by_name() -> None:
         buffer.gradient.accumulate(0)
 
 
-@on_local_tensors
 def test_a_sparse_gradient_is_packed_densely() -> None:
     buffer = make(Group(), params=[nn.Parameter(torch.ones(4, 3))])
     gathered(buffer)
@@ -223,7 +214,6 @@ def test_a_sparse_gradient_is_packed_densely() -> None:
     ]
 
 
-@on_local_tensors
 def test_what_was_not_used_is_zero_and_named_until_it_is_taken() -> None:
     buffer = make(Group())
     gathered(buffer)
@@ -239,7 +229,6 @@ def test_what_was_not_used_is_zero_and_named_until_it_is_taken() -> None:
     assert not buffer.gradient.take(torch.device("cpu")).any()
 
 
-@on_local_tensors
 def test_what_is_dropped_is_gone_wherever_it_stood() -> None:
     buffer = make(Group())
     gathered(buffer)

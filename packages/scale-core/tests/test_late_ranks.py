@@ -35,23 +35,22 @@ def logged() -> list[str]:
     return records.texts
 
 
-def one_rank_is_late() -> tuple[list[list[float] | None], list[str]]:
+@pytest.mark.ranks(3)
+def test_a_rank_that_others_wait_for_is_named_with_its_time() -> None:
     """Three ranks whose clocks say that two of them have waited for rank 2, which takes 200 ms longer."""
     texts, rank = logged(), group_of().rank
     late = LateRanks(threshold_ms=150, every=2)
-    found = []
+    lateness = []
     for _ in range(4):
         WaitClock.seconds += [0.2, 0.15, 0.0][rank]
-        found.append(late.step())
-    return found, texts
-
-
-def test_a_rank_that_others_wait_for_is_named_with_its_time() -> None:
-    (found, texts), *others = run_ranks(one_rank_is_late, 3)
-    assert found[0] is found[2] is None
-    assert found[1] is not None and found[1][2] == max(found[1]) >= 150
+        lateness.append(late.step())
+    if rank:
+        assert not texts
+        return
+    assert lateness[0] is lateness[2] is None
+    assert lateness[1] is not None and lateness[1][2] == max(lateness[1]) >= 150
     warnings = [text for text in texts if "rank 2 of 3 came" in text]
-    assert len(warnings) == 2 and all(not other_texts for _, other_texts in others)
+    assert len(warnings) == 2
     assert re.match(
         r"WARNING scale_core.consistency.late_ranks: rank 2 of 3 came \d+ ms after the others on average over the last "
         r"2 steps \(step 2; ms waited per step, by rank: \d+, \d+, \d+\): find out what keeps it",

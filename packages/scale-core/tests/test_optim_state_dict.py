@@ -31,6 +31,7 @@ class Trained(nn.Module):
                 self.register_parameter(name.replace(".", "_"), nn.Parameter(param.detach().clone()))
 
 
+@on_local_tensors
 def made(model: nn.Module, steps: int = 0) -> tuple[nn.Module, Optimizer]:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(steps):
@@ -40,6 +41,7 @@ def made(model: nn.Module, steps: int = 0) -> tuple[nn.Module, Optimizer]:
     return model, optimizer
 
 
+@on_local_tensors
 def whole(states: list[dict[str, Any]]) -> dict[str, Any]:
     """What the states of all ranks are together."""
     return {
@@ -50,6 +52,7 @@ def whole(states: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+@on_local_tensors
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
@@ -78,6 +81,7 @@ def test_whole_tensors_load_into_a_flat_parameter_and_out_of_it(copied: bool) ->
         assert_same_shards(sharded_state_dict(*by_hand_pair), sharded_state_dict(*made(cut(Trained(), rank, WORLD), 3)))
 
 
+@on_local_tensors
 def assert_same_shards(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     def local(state: dict[str, Any]) -> dict[str, Any]:
         return {key: value.tensor if isinstance(value, LocalShard) else value for key, value in state.items()}

@@ -24,6 +24,8 @@ from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_ownership import register_flat_param
 from scale_core.testing import run_ranks
 
+pytestmark = pytest.mark.local_tensors
+
 
 def write_folder(folder: Path, tensors: dict[str, Tensor], per_file: int = 3) -> Path:
     """As `save_pretrained` of Hugging Face writes it, by the library of the format."""
@@ -80,7 +82,6 @@ def loads_and_saves(folder: str, copy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@on_local_tensors
 def test_each_rank_reads_its_own_parts_and_writes_them_back(tmp_path: Path, world: int) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     assert not any(run_ranks(loads_and_saves, world, str(folder), str(tmp_path / "copy")))
@@ -106,7 +107,6 @@ def load_flat(folder: str, copy: str) -> list[str]:
     return [] if torch.equal(holder.flat, held) else ["the flat parameter differs"]
 
 
-@on_local_tensors
 def test_a_flat_parameter_is_filled_by_the_names_that_it_holds(tmp_path: Path) -> None:
     tensors = {name: param.detach() for name, param in zip(SHAPES, whole_params(), strict=True)}
     folder = write_folder(tmp_path / "hub", tensors)
@@ -125,7 +125,6 @@ def columns(held: tuple[tuple[int, int], ...], value: Tensor) -> nn.Module:
     return layer
 
 
-@on_local_tensors
 def test_columns_are_written_between_those_of_other_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = torch.arange(24.0).view(4, 6)
     monkeypatch.setattr(saving, "_STAGED_BYTES", 16)  # So that what is not in order passes in several blocks.
@@ -149,7 +148,6 @@ def cut_on_meta() -> Any:
     return cut(model, 0, 1)
 
 
-@on_local_tensors
 def test_a_model_on_meta_gets_memory_ties_and_buffers(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     with pytest.raises(SnapshotError, match=r"no file has the buffer scratch, on the meta device: pass init="):
@@ -164,7 +162,6 @@ def test_a_model_on_meta_gets_memory_ties_and_buffers(tmp_path: Path) -> None:
     )
 
 
-@on_local_tensors
 def test_what_differs_is_told_at_once_with_near_names(tmp_path: Path) -> None:
     tensors = weights(trained())
     tensors["inner.0.weights"] = tensors.pop("inner.0.weight")
@@ -185,7 +182,6 @@ def test_what_differs_is_told_at_once_with_near_names(tmp_path: Path) -> None:
     assert torch.equal(model.embed.weight, trained().embed.weight) and not model.inner[0].weight.any()
 
 
-@on_local_tensors
 def test_names_of_others_are_mapped_by_expressions(tmp_path: Path) -> None:
     tensors = {f"net.{name}": tensor for name, tensor in weights(trained()).items()}
     model = emptied()
@@ -193,7 +189,6 @@ def test_names_of_others_are_mapped_by_expressions(tmp_path: Path) -> None:
     assert torch.equal(model.embed.weight, trained().embed.weight)
 
 
-@on_local_tensors
 def test_other_dtypes_are_an_error_unless_they_are_to_be_cast(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "hub", {name: tensor.float() for name, tensor in weights(trained()).items()})
     model = emptied().to(torch.bfloat16)
@@ -203,7 +198,6 @@ def test_other_dtypes_are_an_error_unless_they_are_to_be_cast(tmp_path: Path) ->
     assert torch.equal(model.embed.weight, trained().embed.weight.to(torch.bfloat16))
 
 
-@on_local_tensors
 def test_a_tied_weight_may_be_saved_twice_if_both_are_equal(tmp_path: Path) -> None:
     tensors = {name: tensor.clone() for name, tensor in trained().state_dict().items()}
     model = emptied()
@@ -217,7 +211,6 @@ def test_a_tied_weight_may_be_saved_twice_if_both_are_equal(tmp_path: Path) -> N
     assert torch.equal(model.embed.weight, tensors["head.weight"])
 
 
-@on_local_tensors
 def test_a_folder_of_pickles_is_refused_with_a_fix(tmp_path: Path) -> None:
     from scale_core.convert import convert_checkpoint
 
@@ -266,7 +259,6 @@ def damage(folder: Path, how: str) -> None:
         ),
     ],
 )
-@on_local_tensors
 def test_a_folder_that_is_incomplete_changes_nothing(tmp_path: Path, how: str, expected: str) -> None:
     folder = write_folder(tmp_path / "hub", weights(trained()))
     damage(folder, how)
@@ -276,7 +268,6 @@ def test_a_folder_that_is_incomplete_changes_nothing(tmp_path: Path, how: str, e
     assert not any(param.any() for param in model.parameters())
 
 
-@on_local_tensors
 def test_links_of_a_download_cache_and_single_files_are_read(tmp_path: Path) -> None:
     save_file(weights(trained()), tmp_path / "blob")
     (tmp_path / "model.safetensors").symlink_to("blob")
@@ -286,7 +277,6 @@ def test_links_of_a_download_cache_and_single_files_are_read(tmp_path: Path) -> 
         assert torch.equal(model.inner[0].weight, trained().inner[0].weight)
 
 
-@on_local_tensors
 def test_saving_leaves_nothing_unless_all_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -304,7 +294,6 @@ def test_saving_leaves_nothing_unless_all_is_there(tmp_path: Path, monkeypatch: 
         save_pretrained(trained(), tmp_path / "other", max_shard_size="5 parsecs")
 
 
-@on_local_tensors
 def test_mixed_dtypes_are_laid_out_as_other_readers_want_them(tmp_path: Path) -> None:
     model = nn.Module()
     model.register_buffer("flags", torch.tensor([True, False, True]))

@@ -17,6 +17,8 @@ from scale_core.shard import on_local_tensors
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
 
+pytestmark = pytest.mark.local_tensors
+
 
 @on_local_tensors
 def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | None) -> None:
@@ -45,13 +47,11 @@ def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | N
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-@on_local_tensors
 def test_gradients_are_averaged_and_unused_ones_are_zeros(reduce_dtype: torch.dtype | None) -> None:
     run_ranks(reductions, 3, {1: [0, 2], 2: []}, reduce_dtype)
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 def test_the_gradient_of_a_rank_without_data_counts_nothing() -> None:
     """Rank 0 has one batch and rank 1 two, the second of which alone counts; then samples are what counts."""
     group = group_of()
@@ -72,7 +72,6 @@ def test_the_gradient_of_a_rank_without_data_counts_nothing() -> None:
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 def test_each_backward_pass_is_reported_alone() -> None:
     """Of passes whose gradients are summed, those that are not reduced are told of when they have gone well."""
     group = group_of()
@@ -108,14 +107,12 @@ def test_each_backward_pass_is_reported_alone() -> None:
         assert not lacks_autograd_hooks(torch.nn.Parameter(torch.ones(2)))
 
 
-@on_local_tensors
 def test_what_nobody_used_gets_zeros() -> None:
     run_ranks(reductions, 2, {0: [1], 1: [1, 4]}, None)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.fault(74)
-@on_local_tensors
 def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
     """Micro-batches are summed in a dtype that is wide enough, and sent once."""
     group = group_of()
@@ -136,7 +133,6 @@ def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
 
 @pytest.mark.ranks(3)
 @pytest.mark.fault(74)
-@on_local_tensors
 def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
     group, params = group_of(), whole_params(torch.bfloat16)
     buffer = make(group, DtypePolicy(reduce=torch.float32), params=params)
@@ -151,7 +147,6 @@ def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 def test_a_late_gradient_is_added_by_the_next_reduction() -> None:
     """A gradient that comes while its buffer is being reduced goes into the next reduction, and adds."""
     group = group_of()
@@ -169,7 +164,6 @@ def test_a_late_gradient_is_added_by_the_next_reduction() -> None:
 
 
 @pytest.mark.ranks(2)
-@on_local_tensors
 def test_local_gradients_are_reported_whole_and_unreduced() -> None:
     group, heard = group_of(), []
     buffer = make(group)
@@ -188,7 +182,6 @@ def test_local_gradients_are_reported_whole_and_unreduced() -> None:
     assert torch.equal(grads[1], local_grad(group.rank, 4, (7,)))
 
 
-@on_local_tensors
 def test_a_reduction_stands_aside_and_is_handed_out_once() -> None:
     for flatten in (False, True):
         buffer = make(Group(), flatten=flatten)
@@ -216,7 +209,6 @@ def test_a_reduction_stands_aside_and_is_handed_out_once() -> None:
         assert torch.equal(buffer.sharded_params[0].grad, handed_out)  # type: ignore[arg-type]
 
 
-@on_local_tensors
 def test_what_stands_aside_is_dropped_with_the_pass() -> None:
     buffer = make(Group())
     backward(buffer, range(5), rank=0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_values import by_rank
 from sharded_by_hand import Model, adam, cut
 from sharded_by_hand import train as train_by_hand
 from torch import Tensor, nn
@@ -412,29 +413,23 @@ def test_an_object_that_does_not_take_its_state_is_named(tmp_path: Path) -> None
         load(tmp_path, {"data": Refusing(0)})
 
 
-def save_different_objects(folder: Path) -> str:
+@pytest.mark.ranks(2)
+def test_ranks_with_different_objects_all_hear_of_it(tmp_path: Path) -> None:
     objects: dict[str, Any] = {"model": nn.Linear(1, 1)}
     if dist.get_rank() == 1:
         objects["scaler"] = ShardedGradScaler()
     with pytest.raises(SnapshotError) as caught:
-        save(folder, 1, objects)
-    return str(caught.value)
-
-
-def test_ranks_with_different_objects_all_hear_of_it(tmp_path: Path) -> None:
-    first, second = run_ranks(save_different_objects, 2, tmp_path)
+        save(tmp_path, 1, objects)
+    first, second = by_rank(str(caught.value))
     assert first == second
     assert "'scaler' is not given on rank 0 and an object with a state_dict on rank 1" in first
 
 
-def save_unsaveable(folder: Path) -> tuple[str, str]:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        save(folder, 1, {"thing": object() if dist.get_rank() == 1 else 1})
-    return type(caught.value).__name__, str(caught.value)
-
-
+@pytest.mark.ranks(2)
 def test_what_one_rank_can_not_save_is_an_error_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(save_unsaveable, 2, tmp_path)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        save(tmp_path, 1, {"thing": object() if dist.get_rank() == 1 else 1})
+    first, second = by_rank((type(caught.value).__name__, str(caught.value)))
     assert first[0] == "ValueError" and "thing: a builtins.object can't be saved" in first[1] and "rank 1" in first[1]
     assert second[0] == "TypeError"
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,9 @@ from torch import nn
 from scale_core.comm.group import Group
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
-from scale_core.shard import Placement, on_local_tensors, shard_of
+from scale_core.shard import Placement, shard_of
+
+pytestmark = pytest.mark.local_tensors
 
 NAMES = ["weight", "bias", "scale"]
 WHOLES = [torch.arange(21.0).view(7, 3), torch.arange(100.0, 105.0), torch.tensor(7.0)]
@@ -28,7 +30,6 @@ def shard_on(rank: int, size: int, flatten: bool = False, trainable: Sequence[bo
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-@on_local_tensors
 def test_the_pieces_of_all_ranks_are_the_parameters(size: int) -> None:
     shards = [shard_on(rank, size) for rank in range(size)]
     for index, whole in enumerate(WHOLES):
@@ -36,7 +37,6 @@ def test_the_pieces_of_all_ranks_are_the_parameters(size: int) -> None:
         assert torch.equal(torch.cat(pieces), whole.reshape(-1))
 
 
-@on_local_tensors
 def test_each_piece_says_what_it_is_a_piece_of() -> None:
     for rank in range(2):
         shard = shard_on(rank, 2)
@@ -48,7 +48,6 @@ def test_each_piece_says_what_it_is_a_piece_of() -> None:
             assert torch.equal(shard.sharded_params[index].reshape(-1), part)
 
 
-@on_local_tensors
 def test_a_flattened_optimizer_sees_one_parameter() -> None:
     shard = shard_on(1, 2, flatten=True, trainable=(False, True, False))
     (param,) = shard.sharded_params
@@ -59,7 +58,6 @@ def test_a_flattened_optimizer_sees_one_parameter() -> None:
     assert not shard_on(0, 2, trainable=(False, False, False)).trains
 
 
-@on_local_tensors
 def test_a_write_to_any_piece_counts_as_one_to_the_shard() -> None:
     for rank in range(5):
         shard = shard_on(rank, 5)
@@ -70,7 +68,6 @@ def test_a_write_to_any_piece_counts_as_one_to_the_shard() -> None:
             assert shard.version > before
 
 
-@on_local_tensors
 def test_existing_parameters_stay_the_same_objects() -> None:
     shard = shard_on(0, 2)
     before = list(shard.sharded_params)
@@ -82,14 +79,12 @@ def test_existing_parameters_stay_the_same_objects() -> None:
     assert before[0].data_ptr() == shard.pieces[0].data_ptr()
 
 
-@on_local_tensors
 def test_a_whole_without_values_changes_nothing() -> None:
     shard = shard_on(0, 1)
     shard.load(0, nn.Parameter(torch.empty(7, 3, device="meta")))
     assert torch.equal(shard.pieces[0], WHOLES[0]) and not shard.is_meta
 
 
-@on_local_tensors
 def test_pieces_carry_the_attributes_of_the_parameters() -> None:
     params = [nn.Parameter(whole) for whole in WHOLES]
     params[1]._no_weight_decay = True  # type: ignore[attr-defined]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rank_values import by_rank
 from torch import Tensor, nn
 
 from scale_core.comm.group import group_of
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_core.testing import run_ranks
 
 FULL = torch.arange(20.0).reshape(5, 4)
 
@@ -33,7 +33,8 @@ def test_equal_compares_tensors_that_are_cut_elsewhere() -> None:
     assert [*equal, torch.equal(first, changed), torch.allclose(changed, empty)] == [True] * 3 + [False] * 2
 
 
-def compared_with_local_elements() -> list[str]:
+@pytest.mark.ranks(2)
+def test_local_elements_are_compared_with_to_local() -> None:
     """Rank 0 has all elements of one, and its part has the full shape; rank 1 would leave it waiting."""
     told = []
     for cut in (12, 20):
@@ -44,11 +45,7 @@ def compared_with_local_elements() -> list[str]:
         with pytest.raises(ShardedTensorError, match=r"as many elements as this rank's part.*to_local\(\)") as caught:
             torch.equal(piece, local)
         told.append(str(caught.value))
-    return told
-
-
-def test_local_elements_are_compared_with_to_local() -> None:
-    first, second = run_ranks(compared_with_local_elements, 2)
+    first, second = by_rank(told)
     assert len(first) == 2 and len(second) == 1
 
 

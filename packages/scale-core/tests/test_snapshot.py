@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from foreign_by_hand import assert_same_bits, bytes_of, random_bits
+from rank_values import by_rank
 from sharded_by_hand import Model, adam, cut, train
 from torch import Tensor
 
@@ -431,24 +432,21 @@ def test_shards_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
         load_snapshot(tmp_path, {"a": torch.zeros(4)}, step=2)
 
 
-def differ(directory: Path) -> list[str]:
+@pytest.mark.ranks(3)
+def test_ranks_that_save_or_load_different_things_are_named(tmp_path: Path) -> None:
     rank, texts = dist.get_rank(), []
     state = {"a": torch.zeros(4)}
     calls: list[Callable[[], object]] = [
-        lambda: save_snapshot(directory, 3 + rank // 2, state),
-        lambda: save_snapshot(directory / f"{min(rank, 1)}", 3, state),
-        lambda: load_snapshot(directory, state, step=3 if rank else None),
-        lambda: load_snapshot(directory, state, strict=rank == 1),
+        lambda: save_snapshot(tmp_path, 3 + rank // 2, state),
+        lambda: save_snapshot(tmp_path / f"{min(rank, 1)}", 3, state),
+        lambda: load_snapshot(tmp_path, state, step=3 if rank else None),
+        lambda: load_snapshot(tmp_path, state, strict=rank == 1),
     ]
     for call in calls:
         with pytest.raises(SnapshotError) as caught:
             call()
         texts.append(str(caught.value))
-    return texts
-
-
-def test_ranks_that_save_or_load_different_things_are_named(tmp_path: Path) -> None:
-    first, second, third = run_ranks(differ, 3, tmp_path)
+    first, second, third = by_rank(texts)
     assert first == second == third
     assert first[0].startswith("save_snapshot: step differs between the ranks: 3 on ranks 0, 1; 4 on rank 2. Pass the")
     assert "directory differs between the ranks" in first[1]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group
-from scale_core.shard import Axis, Placement, Shard, on_local_tensors
+from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_groups import is_group
 from scale_core.state.state_dict import (
@@ -22,6 +22,8 @@ from scale_core.state.state_dict import (
     target_state_dict,
 )
 from scale_core.state.validation import SavedTensor, StateMismatch
+
+pytestmark = pytest.mark.local_tensors
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
@@ -76,14 +78,12 @@ def trained(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@on_local_tensors
 def test_the_shards_of_all_ranks_together_are_the_plain_state(optimizer: str) -> None:
     plain = sharded_state_dict(*trained(optimizer=optimizer, dtype=torch.float64))
     first, *others = [sharded_state_dict(*trained(rank, 3, optimizer, dtype=torch.float64)) for rank in range(3)]
     assert_same(full(first, others), plain, tolerance(optimizer))
 
 
-@on_local_tensors
 def test_names_are_plain_and_a_tied_parameter_stands_once() -> None:
     keys = [key for key in sharded_state_dict(Model()) if key.startswith("model.")]
     assert keys == [
@@ -102,7 +102,6 @@ def test_names_are_plain_and_a_tied_parameter_stands_once() -> None:
     ]
 
 
-@on_local_tensors
 def test_a_wrapper_around_a_sharded_model_changes_no_name() -> None:
     class Wrapper(nn.Module):
         def __init__(self) -> None:
@@ -112,7 +111,6 @@ def test_a_wrapper_around_a_sharded_model_changes_no_name() -> None:
     assert sharded_state_dict(Wrapper()).keys() == sharded_state_dict(Model()).keys()
 
 
-@on_local_tensors
 def test_values_that_are_no_tensors_are_ready_for_json() -> None:
     state = sharded_state_dict(*trained(optimizer="tensor rate"))
     values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -124,7 +122,6 @@ def test_values_that_are_no_tensors_are_ready_for_json() -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("size", [1, 3])
-@on_local_tensors
 def test_a_plain_state_loads_into_shards_with_a_fresh_optimizer(optimizer: str, size: int) -> None:
     plain = sharded_state_dict(*trained(optimizer=optimizer, dtype=torch.float64))
     expected = copy.deepcopy(plain)
@@ -145,7 +142,6 @@ def assert_equal_states(first: dict[str, Any], second: dict[str, Any], rtol: flo
     assert_same(strip(first), strip(second), rtol)
 
 
-@on_local_tensors
 def test_a_loaded_optimizer_shares_no_memory_with_the_state() -> None:
     state = sharded_state_dict(*trained())
     model, optimizer = trained(steps=0)
@@ -155,7 +151,6 @@ def test_a_loaded_optimizer_shares_no_memory_with_the_state() -> None:
     assert torch.equal(state["optim.scale.exp_avg"], before)
 
 
-@on_local_tensors
 def test_groups_get_saved_hyperparameters_in_their_own_types() -> None:
     model = Model()
     optimizer = adam(model)
@@ -173,7 +168,6 @@ def json_round_trip(state: dict[str, Any]) -> dict[str, Any]:
     return {k: v if isinstance(v, Tensor | LocalShard) else json.loads(json.dumps(v)) for k, v in state.items()}
 
 
-@on_local_tensors
 def test_a_fresh_optimizer_has_room_for_all_that_was_saved() -> None:
     plain = sharded_state_dict(*trained())
     saved = {
@@ -206,7 +200,6 @@ def test_a_fresh_optimizer_has_room_for_all_that_was_saved() -> None:
         ("optim.embed.weight.exp_avg", torch.ones(3), r"the saved shape is \(3,\), expected \(7, 5\)"),
     ],
 )
-@on_local_tensors
 def test_a_state_that_does_not_fit_is_refused_before_writing(key: str, value: Any, message: str) -> None:
     state = dict(sharded_state_dict(*trained()))
     if key == GROUPS:  # As older snapshots have them.
@@ -224,7 +217,6 @@ def test_a_state_that_does_not_fit_is_refused_before_writing(key: str, value: An
     assert not optimizer.state
 
 
-@on_local_tensors
 def test_all_differences_are_listed_and_what_fits_is_loaded() -> None:
     state: dict[str, Any] = dict(sharded_state_dict(*trained()))
     del state["model.scale"]
@@ -256,7 +248,6 @@ def test_all_differences_are_listed_and_what_fits_is_loaded() -> None:
     assert has_state == {name for name, _ in model.named_parameters() if f"optim.{name}.step" in state} - left
 
 
-@on_local_tensors
 def test_the_state_of_another_kind_of_optimizer_is_left_out() -> None:
     state = sharded_state_dict(*trained(optimizer="momentum"))
     model, optimizer = trained(optimizer="adamw", steps=0)
@@ -266,7 +257,6 @@ def test_the_state_of_another_kind_of_optimizer_is_left_out() -> None:
     assert torch.equal(model.scale, trained(optimizer="momentum")[0].scale)
 
 
-@on_local_tensors
 def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
     state = sharded_state_dict(*trained(optimizer="momentum"))
     model, optimizer = trained(optimizer="adamw", steps=0)
@@ -274,21 +264,18 @@ def test_the_state_of_another_kind_of_optimizer_is_refused() -> None:
         load_sharded_state_dict(state, model, optimizer)
 
 
-@on_local_tensors
 def test_the_shards_of_another_rank_are_refused() -> None:
     state = sharded_state_dict(cut(Model(), 1, 2))
     with pytest.raises(StateMismatch, match=r"model.frozen: this rank holds .*\[0, 2\), the state has \[2, 4\)"):
         load_sharded_state_dict({**state, "model.scale": torch.tensor(1.0)}, cut(Model(), 0, 2))
 
 
-@on_local_tensors
 def test_an_optimizer_over_other_parameters_says_how_to_mend_it() -> None:
     optimizer = adam(Model())
     with pytest.raises(ValueError, match=r"parameter 0 of the optimizer's group 0.*build the optimizer after"):
         sharded_state_dict(cut(Model(), 0, 2), optimizer)
 
 
-@on_local_tensors
 def test_an_optimizer_of_full_parameters_is_refused_on_shards() -> None:
     model = nn.Linear(4, 4)
     weight = nn.Parameter(torch.ones(2, 4))
@@ -301,7 +288,6 @@ def test_an_optimizer_of_full_parameters_is_refused_on_shards() -> None:
         sharded_state_dict(model, optimizer)
 
 
-@on_local_tensors
 def test_summands_of_a_parameter_have_no_state() -> None:
     model = nn.Linear(2, 2, bias=False)
     set_shard(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Placement.PARTIAL),)))
@@ -309,7 +295,6 @@ def test_summands_of_a_parameter_have_no_state() -> None:
         sharded_state_dict(model)
 
 
-@on_local_tensors
 def test_two_parameters_that_claim_one_name_are_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     for weight in model.parameters():
@@ -329,7 +314,6 @@ class Pair(nn.Module):
             self.register_parameter(names[1], self.get_parameter(names[0]))
 
 
-@on_local_tensors
 def test_a_tied_parameter_is_found_under_any_of_its_names() -> None:
     saved, other = Pair("embed", "head"), Pair("head", "embed")
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (saved, other)]
@@ -359,7 +343,6 @@ class Part(nn.Module):
         return name == "bias"
 
 
-@on_local_tensors
 def test_a_part_of_a_model_has_names_of_the_full_one() -> None:
     model = Part()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

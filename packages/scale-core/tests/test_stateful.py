@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -104,33 +105,31 @@ def load_states(folder: Path, same: bool = True) -> tuple[Any, Any]:
     return one.state, other.state
 
 
+@pytest.mark.ranks(2)
 def test_equal_states_are_saved_once_and_others_for_each_rank(tmp_path: Path) -> None:
-    (keys, _) = run_ranks(save_states, 2, tmp_path, "")
-    assert keys == [
+    assert save_states(tmp_path, "") == [
         *("own.ranks[0].at", "own.ranks[0].of", "own.ranks[1].at", "own.ranks[1].of"),
         *("same.at", "same.of", "scale.objects"),
     ]
-    for rank, (same, own) in enumerate(run_ranks(load_states, 2, tmp_path)):
-        assert (same["at"], same["of"].tolist()) == ((3, 4), [0, 1, 2, 3])
-        assert (own["at"], own["of"].tolist()) == ((rank, 4), [rank] * (1 + rank))
+    (same, own), rank = load_states(tmp_path), dist.get_rank()
+    assert (same["at"], same["of"].tolist()) == ((3, 4), [0, 1, 2, 3])
+    assert (own["at"], own["of"].tolist()) == ((rank, 4), [rank] * (1 + rank))
 
 
+@pytest.mark.ranks(2)
 def test_marks_say_whose_state_is_saved(tmp_path: Path) -> None:
-    (keys, _) = run_ranks(save_states, 2, tmp_path, "marked")
+    keys = save_states(tmp_path, "marked")
     assert [key for key in keys if key.endswith("at")] == ["own.at", "same.ranks[0].at", "same.ranks[1].at"]
-    for same, own in run_ranks(load_states, 2, tmp_path):
-        assert (same["at"], own["at"]) == ((3, 4), (0, 4))
+    same, own = load_states(tmp_path)
+    assert (same["at"], own["at"]) == ((3, 4), (0, 4))
 
 
-def load_values(folder: Path) -> list[Any]:
-    own = torch.tensor(-1)
-    found = load(folder, {"own": PerRank(own), "other": PerRank(None), "first": FromRank0(None)}).state
-    return [own.item(), found["other"], found["first"]]
-
-
+@pytest.mark.ranks(2)
 def test_values_of_each_rank_are_returned_to_it(tmp_path: Path) -> None:
-    run_ranks(save_states, 2, tmp_path, "values")
-    assert run_ranks(load_values, 2, tmp_path) == [[0, (0, "x"), 0], [10, (1, "x"), 0]]
+    save_states(tmp_path, "values")
+    own, rank = torch.tensor(-1), dist.get_rank()
+    state = load(tmp_path, {"own": PerRank(own), "other": PerRank(None), "first": FromRank0(None)}).state
+    assert [own.item(), state["other"], state["first"]] == [10 * rank, (rank, "x"), 0]
 
 
 def refused(folder: Path) -> str:
@@ -165,12 +164,9 @@ class Loader(DataLoader[Any], Holder):
         return iter(())
 
 
-def save_loaders(folder: Path) -> list[str]:
-    return keys_of(save(folder, 1, {"loader": Loader({"yielded": 3})}))
-
-
+@pytest.mark.ranks(2)
 def test_the_state_of_a_data_loader_is_one_of_its_rank(tmp_path: Path) -> None:
-    keys, _ = run_ranks(save_loaders, 2, tmp_path)
+    keys, _ = by_rank(keys_of(save(tmp_path, 1, {"loader": Loader({"yielded": 3})})))
     assert keys == ["loader.ranks[0].yielded", "loader.ranks[1].yielded", "scale.objects"]
 
 

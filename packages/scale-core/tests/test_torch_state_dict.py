@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_values import by_rank
 from sharded_by_hand import Model, cut, train
 from test_param_ownership import Flat
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from scale_core.shard import Axis, Placement, Shard, on_local_tensors, register_
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.local_shard import LocalShard
 from scale_core.state.torch_state_dict import SHARDS, install_hooks, torch_request
-from scale_core.testing import run_ranks
 
 
 def stepped(model: nn.Module, *, by: Any = torch.optim.Adam) -> Optimizer:
@@ -183,8 +183,9 @@ def test_a_part_of_another_rank_is_refused_before_a_step_too() -> None:
         torch.optim.Adam(trained(0, 3)).load_state_dict(state)
 
 
+@pytest.mark.ranks(2)
 @on_local_tensors
-def one_file_for_all_ranks() -> str:
+def test_a_part_that_fits_one_rank_alone_is_refused_on_all() -> None:
     group = group_of()
     param = nn.Parameter(torch.ones(2))
     set_shard(param, Shard("weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Placement.SHARD),)))
@@ -198,11 +199,7 @@ def one_file_for_all_ranks() -> str:
     assert torch.equal(fresh.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
     with pytest.raises(ValueError, match=r"this optimizer state is the shard of rank 0 of 2") as error:
         fresh.load_state_dict(states[0])
-    return str(error.value)
-
-
-def test_a_part_that_fits_one_rank_alone_is_refused_on_all() -> None:
-    fits, differs = run_ranks(one_file_for_all_ranks, 2)
+    fits, differs = by_rank(str(error.value))
     assert "It fits this rank, but not all others" in fits
     assert "it has [0, 2) of 'weight' (4,), and in its place here is [2, 4) of (4,)" in differs
 

@@ -160,8 +160,14 @@ def test_slots_are_filled_whatever_comes_after_whatever_else() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.fault(89)
 def test_a_receive_that_nobody_sends_names_its_slot_and_peer() -> None:
-    channel = P2PChannel(group_of(), {SLOT: 1 << 22}, torch.device("cpu"), 0.2)
-    if dist.get_rank() == 1:
+    first = P2PChannel(group_of(), {SLOT: 1 << 21}, torch.device("cpu"), 20.0)
+    if dist.get_rank() == 0:
+        first.send(SLOT, 1, ChunkSize(0, 0, 3))  # Both ranks connect.
+        first.wait_sends()
+    else:
+        first.post_receive(SLOT, 0)
+        first.receive(SLOT, 0)
+        channel = P2PChannel(group_of(), {SLOT: 1 << 22}, torch.device("cpu"), 0.2)
         channel.post_receive(SLOT, 0)
         text = "activation of stage 0 for stage 1, micro-batch 0: the transfer with rank 0 failed"
         with pytest.raises(P2PError, match=text) as caught:

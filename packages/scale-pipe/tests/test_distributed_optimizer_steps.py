@@ -15,77 +15,15 @@ from scale_core import ContractError, ScaleDistributedError
 from scale_pipe import DistributedPipe
 
 Step = Callable[[int], object]
-Build = Callable[[DistributedPipe, int], Step]
 
 
-def other_rates(pipe: DistributedPipe, rank: int) -> Step:
-    optimizer = SGD(pipe.parameters(), lr=0.1)
-    plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-
-    def step(number: int) -> None:
-        optimizer.step()
-        plateau.step(1.0 if rank else 1.0 - 0.1 * number)
-
-    return step
-
-
-def one_that_stops(pipe: DistributedPipe, rank: int) -> Step:
-    optimizer = SGD(pipe.parameters(), lr=0.1)
-    return lambda number: None if rank and number else optimizer.step()
-
-
-def own_rates(pipe: DistributedPipe, rank: int) -> Step:
-    """Layer-wise rates after a warmup from 0."""
-    optimizer = SGD(pipe.parameters(), lr=0.1 * 0.5**rank)
-    schedule = LambdaLR(optimizer, lambda number: number / 4)
-
-    def step(number: int) -> None:
-        optimizer.step()
-        schedule.step()
-
-    return step
-
-
-def own_kinds(pipe: DistributedPipe, rank: int) -> Step:
-    optimizer = (Adam if rank else SGD)(pipe.parameters(), lr=0.1)
-    return lambda number: optimizer.step()
-
-
-def own_groups(pipe: DistributedPipe, rank: int) -> Step:
-    """One rank's optimizer gets a group more, with a rate of its own."""
-    *first, last = pipe.parameters()
-    optimizer = SGD(first, lr=0.1)
-
-    def step(number: int) -> None:
-        optimizer.step()
-        if rank and number == 1:
-            optimizer.add_param_group({"params": [last], "lr": 0.5})
-
-    return step
-
-
-def only_the_last(pipe: DistributedPipe, rank: int) -> Step:
-    optimizers = [SGD(pipe.parameters(), lr=0.1)] if rank else []
-    return lambda number: [optimizer.step() for optimizer in optimizers]
-
-
-def alike(pipe: DistributedPipe, rank: int) -> Step:
-    optimizer = SGD(pipe.parameters(), lr=0.1)
-    schedule = LambdaLR(optimizer, lambda number: 0.5**number)
-
-    def step(number: int) -> None:
-        pipe.evaluate(torch.ones(4, 6))
-        if number % 2:
-            optimizer.step()
-            schedule.step()
-
-    return step
-
-
-def train(build: Build) -> str:
+def build_pipe() -> DistributedPipe:
     torch.manual_seed(0)
-    pipe = DistributedPipe(nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 4)), "1f1b", balance=[1, 1], chunks=2)
-    step = build(pipe, dist.get_rank())
+    return DistributedPipe(nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 4)), "1f1b", balance=[1, 1], chunks=2)
+
+
+def train(pipe: DistributedPipe, step: Step) -> str:
+    """Five steps, each followed by `step` with its number; returns what was raised, when."""
     for number in range(5):
         try:
             pipe.step(torch.ones(4, 6), target=torch.zeros(4, 4), loss_fn=nn.functional.mse_loss)
@@ -100,20 +38,70 @@ def train(build: Build) -> str:
 
 @pytest.mark.fault(101)
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "build, step, text",
-    [
-        (other_rates, 3, "rank 0: SGD with lr=0.1; rank 1: SGD with lr=0.05"),
-        (one_that_stops, 2, "rank 0: SGD; rank 1: no step"),
-    ],
-)
-def test_optimizers_that_do_not_go_on_alike_raise(build: Build, step: int, text: str) -> None:
-    outcome = train(build)
-    assert outcome.startswith(f"{step}: ") and text in outcome
-    assert build is not other_rates or "Stages may have hyperparameters of their own from the first step on" in outcome
+def test_a_plateau_that_lowers_the_rate_on_one_rank_raises() -> None:
+    pipe, rank = build_pipe(), dist.get_rank()
+    optimizer = SGD(pipe.parameters(), lr=0.1)
+    plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+
+    def step(number: int) -> None:
+        optimizer.step()
+        plateau.step(1.0 if rank else 1.0 - 0.1 * number)
+
+    text = train(pipe, step)
+    assert text.startswith("3: ") and "rank 0: SGD with lr=0.1; rank 1: SGD with lr=0.05" in text
+    assert "Stages may have hyperparameters of their own from the first step on" in text
+
+
+@pytest.mark.fault(101)
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_stops_on_one_rank_raises() -> None:
+    pipe, rank = build_pipe(), dist.get_rank()
+    optimizer = SGD(pipe.parameters(), lr=0.1)
+    text = train(pipe, lambda number: None if rank and number else optimizer.step())
+    assert text.startswith("2: ") and "rank 0: SGD; rank 1: no step" in text
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("build", [own_rates, own_kinds, own_groups, only_the_last, alike])
-def test_stages_may_have_optimizers_of_their_own(build: Build) -> None:
-    assert train(build) == "nothing"
+@pytest.mark.parametrize("kinds", [(SGD, Adam), (None, SGD)], ids=["other kinds", "only the last stage"])
+def test_stages_may_have_optimizers_of_their_own(kinds: tuple[type[SGD | Adam] | None, ...]) -> None:
+    pipe, kind = build_pipe(), kinds[dist.get_rank()]
+    optimizers = [] if kind is None else [kind(pipe.parameters(), lr=0.1)]
+    assert train(pipe, lambda number: [optimizer.step() for optimizer in optimizers]) == "nothing"
+
+
+@pytest.mark.ranks(2)
+def test_stages_may_have_rates_of_their_own_after_a_warmup() -> None:
+    """Layer-wise rates, from 0 on."""
+    pipe = build_pipe()
+    optimizer = SGD(pipe.parameters(), lr=0.1 * 0.5 ** dist.get_rank())
+    schedule = LambdaLR(optimizer, lambda number: number / 4)
+    assert train(pipe, lambda number: (optimizer.step(), schedule.step())) == "nothing"
+
+
+@pytest.mark.ranks(2)
+def test_a_stage_may_get_a_group_with_a_rate_of_its_own() -> None:
+    pipe, rank = build_pipe(), dist.get_rank()
+    *first, last = pipe.parameters()
+    optimizer = SGD(first, lr=0.1)
+
+    def step(number: int) -> None:
+        optimizer.step()
+        if rank and number == 1:
+            optimizer.add_param_group({"params": [last], "lr": 0.5})
+
+    assert train(pipe, step) == "nothing"
+
+
+@pytest.mark.ranks(2)
+def test_evaluations_and_skipped_steps_alike_are_no_difference() -> None:
+    pipe = build_pipe()
+    optimizer = SGD(pipe.parameters(), lr=0.1)
+    schedule = LambdaLR(optimizer, lambda number: 0.5**number)
+
+    def step(number: int) -> None:
+        pipe.evaluate(torch.ones(4, 6))
+        if number % 2:
+            optimizer.step()
+            schedule.step()
+
+    assert train(pipe, step) == "nothing"

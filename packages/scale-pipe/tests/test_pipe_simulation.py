@@ -34,7 +34,7 @@ def test_the_bubble_is_that_of_the_busiest_rank() -> None:
     assert simulation.idle[0] == 1 - 12 / simulation.makespan
 
 
-def test_live_micro_batches_rise_with_forwards_and_fall_with_weight_gradients() -> None:
+def test_live_micro_batches_rise_and_fall_with_the_passes() -> None:
     simulation = simulate(one_forward_one_backward(2, 2))
     assert simulation.live_over_time(0) == [(0, 0), (0, 1), (1, 2), (6, 1), (9, 0)]
 
@@ -49,7 +49,7 @@ def test_a_simulation_prints_as_a_table() -> None:
 
 
 @pytest.mark.parametrize("link", [0.0, 0.3])
-def test_the_solvers_evaluation_and_the_simulator_agree_on_every_builder(link: float) -> None:
+def test_the_solver_and_the_simulator_agree_on_every_builder(link: float) -> None:
     for name, build in BUILDERS.items():
         schedule = build(3, 5)
         if not schedule.splits_backward:

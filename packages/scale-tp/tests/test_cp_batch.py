@@ -10,7 +10,6 @@ from torch import Tensor
 
 import scale_tp
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 
 FIRST = Group(0, 2, None, "fake", (0, 1))
 IDS = torch.arange(16).view(2, 8)
@@ -80,12 +79,8 @@ def test_padding_that_other_positions_would_attend_to_is_masked() -> None:
     assert part["attention_mask"][0, 0].int().tolist() == seen
 
 
-def _on_two_ranks() -> tuple[Tensor, Tensor, float]:
-    _asks_for_the_ranks_to_count_over()
-    return _shifted()
-
-
-def _asks_for_the_ranks_to_count_over() -> None:
+@pytest.mark.ranks(2)
+def test_ranks_to_count_over_have_to_be_passed() -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "context"))
     batch = {"input_ids": IDS, "labels": IDS}
     with pytest.raises(ValueError, match=r"process_group= has 1 of 2 ranks: pass loss_process_group= as well"):
@@ -96,8 +91,9 @@ def _asks_for_the_ranks_to_count_over() -> None:
     )
 
 
+@pytest.mark.ranks(2)
 def test_labels_are_shifted_before_the_cut_and_counted_over_all() -> None:
-    (_, first, number), (_, second, same) = run_ranks(_on_two_ranks, 2)
-    assert first.tolist() == [[-100, -100, 7, -100], [9, 10, -100, -100]]
-    assert second.tolist() == [[-100, -100, 5, 6], [11, 12, 13, -100]]
-    assert number == same == 8 / 2  # 3 and 5 tokens that count
+    _, labels, number = _shifted()
+    by_rank = [[[-100, -100, 7, -100], [9, 10, -100, -100]], [[-100, -100, 5, 6], [11, 12, 13, -100]]]
+    assert labels.tolist() == by_rank[group_of().rank]
+    assert number == 8 / 2  # 3 and 5 tokens that count

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 import scale_tp
-from scale_core.comm.group import group_of
 from scale_core.compat import process_groups, time_limit
-from scale_core.testing import run_ranks
 from scale_tp import parallel_state
 from scale_tp.parallel_state import axis_group, tensor_parallel_group
 
@@ -111,31 +109,42 @@ def test_arguments_have_the_names_and_the_order_of_megatrons() -> None:
     ]
 
 
-def divide_and_destroy() -> dict[str, Any]:
-    told: dict[str, Any] = {}
-    world, rank = group_of().size, dist.get_rank()
-    for call, name in ((scale_tp.get_tensor_model_parallel_rank, "rank"), (tensor_parallel_group, "layer")):
+@pytest.mark.ranks(4)
+def test_ranks_that_are_not_divided_yet_are_refused() -> None:
+    for call in (scale_tp.get_tensor_model_parallel_rank, tensor_parallel_group):
         with pytest.raises(ValueError, match=r"4 ranks have not been divided yet.*initialize_model_parallel"):
             call()
-        told[name] = "refused"
     with pytest.raises(
         ValueError, match=r"expected 3 \(model\) to divide the number of ranks, got 4 ranks: choose sizes"
     ):
         scale_tp.initialize_model_parallel(3)
-    before = len(process_groups())
-    for model, pipeline in ((2, 1), (2, 2)):
-        scale_tp.initialize_model_parallel(model, pipeline)
-        made = scale_tp.get_tensor_model_parallel_group()
-        assert made is not None and time_limit(made) == time_limit(dist.group.WORLD)
-        told[f"{model} x {pipeline}"] = {name: getattr(scale_tp, name)() for name in GETTERS}
-        sums = {}
-        for axis in ("model", "data", "pipeline", "context"):
+    assert tensor_parallel_group(dist.group.WORLD).size == 4
+
+
+@pytest.mark.ranks(4)
+def test_ranks_are_divided_and_nothing_is_left_of_it() -> None:
+    before, rank = len(process_groups()), dist.get_rank()
+    pair, replicas = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+    for pipeline, data_ranks, pipeline_ranks in ((1, replicas, [rank]), (2, [rank], replicas)):
+        scale_tp.initialize_model_parallel(2, pipeline)
+        model_group = scale_tp.get_tensor_model_parallel_group()
+        assert model_group is not None and time_limit(model_group) == time_limit(dist.group.WORLD)
+        ranks = {"model": pair, "data": data_ranks, "pipeline": pipeline_ranks, "context": [rank]}
+        for axis, expected in ranks.items():
+            getter = f"get_{GETTERS_OF[axis]}_parallel"
+            assert getattr(scale_tp, f"{getter}_ranks")() == expected
+            assert getattr(scale_tp, f"{getter}_rank")() == expected.index(rank)
+            assert getattr(scale_tp, f"{getter}_world_size")() == len(expected)
             total = torch.tensor([float(rank)])
-            dist.all_reduce(total, group=getattr(scale_tp, f"get_{GETTERS_OF[axis]}_parallel_group")())
-            sums[axis] = total.item() == sum(axis_group(axis).ranks)
-        told[f"{model} x {pipeline}"]["sums"] = sums
+            dist.all_reduce(total, group=getattr(scale_tp, f"{getter}_group")())
+            assert total.item() == sum(expected)
         scale_tp.destroy_model_parallel()
-        assert len(process_groups()) == before, "no group is left"
+        assert len(process_groups()) == before
+
+
+@pytest.mark.ranks(4)
+def test_replicas_of_the_context_axis_have_a_group_together() -> None:
+    before, rank = len(process_groups()), dist.get_rank()
     scale_tp.initialize_model_parallel(2, 1, 2)
     replicas = axis_group(parallel_state.DATA_CONTEXT)
     assert replicas.ranks == (rank % 2, rank % 2 + 2) and replicas.rank == rank // 2
@@ -145,28 +154,12 @@ def divide_and_destroy() -> dict[str, Any]:
     assert total.item() == 2 * (rank % 2) + 2
     scale_tp.destroy_model_parallel()
     assert len(process_groups()) == before
-    told["own"] = tensor_parallel_group(dist.group.WORLD).size
-    # A default group that goes first takes the others with it, and nothing is left to be destroyed.
-    scale_tp.initialize_model_parallel(world)
+
+
+@pytest.mark.ranks(4)
+def test_a_default_group_that_goes_first_takes_the_others() -> None:
+    """And nothing is left to be destroyed."""
+    scale_tp.initialize_model_parallel(4)
     dist.destroy_process_group()
     scale_tp.destroy_model_parallel()
     assert tensor_parallel_group().size == 1
-    return told
-
-
-def test_ranks_are_divided_and_nothing_is_left_of_it() -> None:
-    told = run_ranks(divide_and_destroy, 4)
-    for rank, found in enumerate(told):
-        assert found["own"] == 4
-        assert found["2 x 1"]["get_tensor_model_parallel_rank"] == rank % 2
-        assert found["2 x 1"]["get_tensor_model_parallel_world_size"] == 2
-        assert found["2 x 1"]["get_tensor_model_parallel_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert found["2 x 1"]["get_data_parallel_rank"] == rank // 2
-        assert found["2 x 1"]["get_data_parallel_ranks"] == [rank % 2, rank % 2 + 2]
-        assert found["2 x 2"]["get_tensor_model_parallel_ranks"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert found["2 x 2"]["get_pipeline_model_parallel_ranks"] == [rank % 2, rank % 2 + 2]
-        assert found["2 x 2"]["get_pipeline_model_parallel_rank"] == rank // 2
-        assert found["2 x 2"]["get_data_parallel_world_size"] == 1
-        assert found["2 x 2"]["get_context_parallel_ranks"] == [rank]
-        for name in ("2 x 1", "2 x 2"):
-            assert all(found[name]["sums"].values())

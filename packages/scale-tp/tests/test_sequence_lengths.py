@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import torch
 import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import TransferError
-from scale_core.testing import run_ranks
 from scale_tp import ColumnParallelLinear, RowParallelLinear, mappings, sequence_lengths
 from scale_tp.sequence_lengths import is_ambiguous, record_lengths, shard_lengths
 from scale_tp.split import even_sizes
@@ -53,31 +53,24 @@ def _held(group: Group, own: int) -> tuple[int, ...]:
     return shard_lengths(group, torch.zeros(1, own, 2), 1)
 
 
-def count_questions() -> tuple[int, int, int]:
-    group, asked = group_of(), []
-    exchange = sequence_lengths.exchange
-    sequence_lengths.exchange = lambda record, ranks: asked.append(record) or exchange(record, ranks)  # type: ignore
-    try:
+@pytest.mark.ranks(2)
+def test_ranks_ask_each_other_only_where_one_can_not_know() -> None:
+    group = group_of()
+    with mock.patch.object(sequence_lengths, "exchange", wraps=sequence_lengths.exchange) as questions:
         for length in (4, 7, 9):
             sizes = even_sizes(length, group.size)
             assert _held(group, sizes[group.rank]) == sizes
-        unknown = len(asked)
+        assert questions.call_count == 3
         for _ in range(20):
             record_lengths(group, even_sizes(4, group.size))
             assert _held(group, even_sizes(4, group.size)[group.rank]) == (2, 2)
-        known = len(asked) - unknown
+        assert questions.call_count == 3
         # Rank 0 has as much of 3 as of 4, so all ask for a while.
         for length in (3, 4, 3, 3, 4):
             record_lengths(group, even_sizes(length, group.size))
             sizes = even_sizes(length, group.size)
             assert _held(group, sizes[group.rank]) == sizes
-        return unknown, known, len(asked) - known - unknown
-    finally:
-        sequence_lengths.exchange = exchange
-
-
-def test_ranks_ask_each_other_only_where_one_can_not_know() -> None:
-    assert run_ranks(count_questions, 2) == [(3, 0, 5)] * 2
+        assert questions.call_count == 8
 
 
 @pytest.mark.ranks(2)

@@ -106,7 +106,7 @@ def test_a_state_dict_is_full_and_read_by_the_plain_model(tmp_path: Path, kind: 
 
 
 @pytest.mark.ranks(2)
-def test_a_tied_parameter_is_one_tensor_and_a_destination_is_filled() -> None:
+def test_a_tied_parameter_is_one_tensor_in_a_given_state_too() -> None:
     model = _divided("gpt2")
     state = model.state_dict()
     head = state["lm_head.weight"].clone()

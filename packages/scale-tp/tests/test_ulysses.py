@@ -58,7 +58,8 @@ def _attention_by_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.stack([F.softmax(q @ k.mT.contiguous(), -1) @ v for q, k, v in heads], 1)
 
 
-def _without_a_group() -> None:
+@pytest.mark.ranks(2)
+def test_without_a_group_the_context_axis_divides() -> None:
     """It is the context axis, not all ranks: those of the model axis have other heads."""
     part = torch.randn(1, 2, 4, 3)
     for act in (ulysses_attention, ring_attention):
@@ -109,4 +110,3 @@ def test_attention_by_single_heads_gives_the_same_bits() -> None:
     assert not torch.equal(dropped[:, 0], dropped[:, 1])
     numbers = exchange([int(torch.randint(1 << 30, ()))], group)
     assert numbers[0] == numbers[1]
-    _without_a_group()

@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,6 +37,7 @@ from scale_core.launch.launcher import (
     main_hidden,
 )
 from scale_core.launch.rendezvous import open_store
+from scale_core.shard import as_local
 from scale_core.testing.rank import Filter, RankError, RankFailure, RankTask, run_rank
 
 __all__ = ["RankError", "preload", "run_ranks", "scaled_by_load"]
@@ -57,10 +58,11 @@ _GRACE_SECONDS = 1.0
 _QUOTED_LINES = 20  # of a dead rank's output
 
 
-def run_test(test: Callable[..., object], arguments: Mapping[str, Any]) -> None:
+def run_test(test: Callable[..., object], arguments: Mapping[str, Any], sees_local_tensors: bool = False) -> None:
     """Calls a test on a rank. A failed assertion gets the test's variables as a note: pytest rewrites none there."""
     try:
-        test(**arguments)
+        with as_local() if sees_local_tensors else nullcontext():
+            test(**arguments)
     except AssertionError as error:
         code = inspect.unwrap(test).__code__
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
