@@ -190,7 +190,8 @@ def integration(session: nox.Session) -> None:
 def clients(session: nox.Session, client: str) -> None:
     """Test one program that stands on ours, all cases of it: `nox -s "clients(transformers)"`."""
     package, needs, tests_of_client = CLIENTS[client]
-    session.install(f"torch=={TORCH_DEFAULT}", *editable(edges(package)), *test_group([package]), *needs)
+    ours = editable(edges(package, for_tests=True))
+    session.install(f"torch=={TORCH_DEFAULT}", *ours, *test_group([package]), *needs)
     session.run("pytest", "-m", "soak or not soak", *(session.posargs or tests_of_client), env=ONE_THREAD)
 
 

@@ -287,13 +287,12 @@ def gains_of_one_process(
     loss_of: Callable[[nn.Module, int], Tensor],
     num_samples: int,
     steps: int,
-    measure: Callable[[AdaScale], list[float]] | None = None,
     **options: Any,
 ) -> list[list[float]]:
     """Returns AdaScale's gain and that of each group in each step, where a sample is a backward pass of its own.
 
-    Samples are numbered through all steps: `loss_of(model, number)`. `measure` may return more than gains. AdaScale on
-    one process is compared with its formula in scale-adascale's own tests.
+    Samples are numbered through all steps: `loss_of(model, number)`. AdaScale on one process is compared with its
+    formula in scale-adascale's own tests.
     """
     optimizer = AdaScale(inner, num_gradients_to_accumulate=num_samples, process_group=Group(), **options)
     gains = []
@@ -302,7 +301,7 @@ def gains_of_one_process(
         for sample in range(num_samples):
             (loss_of(model, num_samples * step + sample) / num_samples).backward()
         optimizer.step()
-        gains.append((measure or gains_of)(optimizer))
+        gains.append(gains_of(optimizer))
     optimizer.unhook()
     assert max(gain for gain, *_ in gains) > 1.001, "a gain of 1 is that of any training"
     return gains
