@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import scale_train.options
 from scale_train.options import Options
 
 
@@ -87,13 +87,17 @@ class OptionField:
 def option_fields() -> Mapping[str, OptionField]:
     """Returns the fields of all tables by flag, in the order of the dataclasses."""
     tables = typing.get_type_hints(Options)
-    fields = [field for group in dataclasses.fields(Options) for field in fields_of(tables[group.name], group.name)]
+    fields = [
+        field
+        for group in dataclasses.fields(Options)
+        for field in fields_of(tables[group.name], group.name, scale_train.options)
+    ]
     return {field.flag: field for field in fields}
 
 
-def fields_of(options: Any, table: str) -> list[OptionField]:
-    """Returns the fields of one dataclass of options, in their order."""
-    hints, texts = typing.get_type_hints(options), docstrings_of(options)
+def fields_of(options: Any, table: str, module: types.ModuleType) -> list[OptionField]:
+    """Returns the fields of one dataclass of options, in their order; its source stands in `module`."""
+    hints, texts = typing.get_type_hints(options), docstrings_of(options, module)
     return [
         _field_of(table, dataclass_field, hints[dataclass_field.name], texts[dataclass_field.name])
         for dataclass_field in dataclasses.fields(options)
@@ -129,9 +133,12 @@ def _placeholder(kind: type, choices: tuple[str, ...], is_tuple: bool, default: 
     return f"[{word} ...]" if is_tuple else word
 
 
-def docstrings_of(options: type) -> dict[str, str]:
-    """Returns the text below each field of a dataclass, on one line."""
-    tree = ast.parse(inspect.getsource(sys.modules[options.__module__]))
+def docstrings_of(options: type, module: types.ModuleType) -> dict[str, str]:
+    """Returns the text below each field of a dataclass, on one line.
+
+    The module is an argument because `options.__module__` is that of the public name once somebody has imported it.
+    """
+    tree = ast.parse(inspect.getsource(module))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == options.__name__)
     texts = {}
     for statement, following in itertools.pairwise(body):
