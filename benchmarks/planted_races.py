@@ -146,7 +146,7 @@ FAULTS = [
         "            self._gathering = None\n            self._stream.join()",
         "            self._gathering = None",
         of_fsdp("loaded or failed"),
-        "a transfer that has failed is no wait for what was computed before it; these succeed",
+        "a transfer that failed has not waited for what was computed before it; these succeed",
     ),
     Fault(
         BUFFER,

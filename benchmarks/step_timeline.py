@@ -390,9 +390,9 @@ def pipeline_table(results: Sequence[PipelineResult]) -> Table:
     heads = ["makespan, ms: at their turn / ahead", *(f"{bandwidth} GB/s" for bandwidth in bandwidths), "no transfers"]
     rows = []
     for name in dict.fromkeys(result.schedule for result in results):
-        own = [result for result in results if result.schedule == name]
-        cells = [f"{1e3 * result.at_their_turn:.0f} / {1e3 * result.ahead:.0f}" for result in own]
-        rows.append([name, *cells, f"{1e3 * own[0].without_transfers:.0f}"])
+        of_schedule = [result for result in results if result.schedule == name]
+        cells = [f"{1e3 * result.at_their_turn:.0f} / {1e3 * result.ahead:.0f}" for result in of_schedule]
+        rows.append([name, *cells, f"{1e3 * of_schedule[0].without_transfers:.0f}"])
     return Table(
         f"{PIPELINE_RANKS} ranks, {MICRO_BATCHES} micro-batches, receives of {ACTIVATION_BYTES >> 20} MiB", heads, rows
     )
@@ -403,9 +403,9 @@ def table_of(results: Sequence[Result], title: str) -> Table:
     heads = ["step, ms (exposed)", *(f"{bandwidth} GB/s" for bandwidth in bandwidths), "peak, GiB"]
     rows = []
     for engine in dict.fromkeys(result.engine for result in results):
-        own = [result for result in results if result.engine == engine]
-        cells = [f"{1e3 * result.step_seconds:.0f} ({1e3 * result.exposed_seconds:.0f})" for result in own]
-        rows.append([engine, *cells, f"{own[0].peak_bytes / GIB:.2f}"])
+        of_engine = [result for result in results if result.engine == engine]
+        cells = [f"{1e3 * result.step_seconds:.0f} ({1e3 * result.exposed_seconds:.0f})" for result in of_engine]
+        rows.append([engine, *cells, f"{of_engine[0].peak_bytes / GIB:.2f}"])
     return Table(title, heads, rows)
 
 

@@ -200,7 +200,7 @@ def test_the_gain_over_two_axes_is_that_of_one_process(name: str, on_four_ranks:
 
 
 def adam_on_flat_parameters() -> None:
-    """A gradient measured as Adam uses it is divided tensor by tensor, and a flat parameter is no such tensor."""
+    """A gradient measured as Adam uses it is divided tensor by tensor, and a flat parameter is not one tensor."""
     model, inner = sharded(Way("flat", adam=True))
     words = r"flat_param_0.*holds 4, as '0.weight'.*flatten_parameters=False.*preconditioned=False"
     with pytest.raises(ValueError, match=words):

@@ -16,9 +16,27 @@ from scale_core.simulate import simulate
 from scale_core.testing.ranks import run_ranks
 from scale_tp import ring_attention, split_sequence
 from scale_tp.attention import ring
-from scale_tp.attention.fused import CpuFlash, flash_kernel
+from scale_tp.attention.fused import Gradients, flash_kernel
 
 LENGTH = 16
+
+
+class CpuFlash:
+    """torch's flash kernel for the CPU, in any floating-point dtype, which `flash_kernel` never returns."""
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        output, lse = flash(query, key, value, 0.0, causal, scale=scale)
+        return output, lse
+
+    def backward(
+        self, gradient: Tensor, output: Tensor, lse: Tensor, *inputs: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        of_query, of_key, of_value = flash(gradient, *inputs, output, lse, 0.0, causal, scale=scale)
+        return of_query, of_key, of_value
 
 
 def inputs(dtype: torch.dtype, value_size: int = 8) -> list[Tensor]:

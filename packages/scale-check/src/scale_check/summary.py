@@ -17,7 +17,7 @@ from torch import Tensor
 WHOLE_NUMEL = 2**14
 """The largest number of elements of a tensor that is kept as it is."""
 
-_BLOCK_NUMEL = 2**22  # Of a large tensor so many elements at a time are converted to float64.
+_BLOCK_NUMEL = 2**22  # Elements of a large tensor that are converted to float64 at a time.
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def process_limit() -> float | None:
     """The limit of `SCALE_LIMIT_SECONDS` for every wait of this process that is given none; None where it is not set.
 
     Raises:
-        ValueError: It is no number of seconds above 0.
+        ValueError: It is not a number of seconds above 0.
     """
     text = os.environ.get(LIMIT_VARIABLE)
     return None if text is None else _seconds_in(text)

@@ -83,7 +83,7 @@ def check_replicas(
 def check_interval(every: int | None) -> int:
     """Returns after how many steps replicas are compared: as asked for, or by `SCALE_CHECK_REPLICAS_EVERY`, or 100.
 
-    Raises ValueError for a value that is no number of steps.
+    Raises ValueError if the value is not a number of steps.
     """
     asked: int | str = os.environ.get(EVERY_VARIABLE, _DEFAULT_EVERY) if every is None else every
     if isinstance(asked, bool) or not str(asked).isdecimal():

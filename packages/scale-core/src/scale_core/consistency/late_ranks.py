@@ -97,7 +97,7 @@ def lateness_of(waited_ms: Sequence[float]) -> list[float]:
 
 
 def late_ranks_by_environment(group: Group) -> LateRanks | None:
-    """The value of `SCALE_LATE_RANKS_MS`; None if it is not set. Raises ValueError where it is no number."""
+    """The value of `SCALE_LATE_RANKS_MS`; None if it is not set. Raises ValueError if it is not a number."""
     asked = os.environ.get(MS_VARIABLE, "")
     if not asked or group.size == 1:
         return None

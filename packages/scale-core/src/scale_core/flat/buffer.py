@@ -310,7 +310,7 @@ class FlatBuffer(FlatReduced):
         if self._gathering is not None:
             self._gathering.cancel()
             self._gathering = None
-            self._stream.join()  # A transfer that has failed is no wait for what was computed there before it.
+            self._stream.join()  # A transfer that failed has not waited for the work before it on that stream.
         self.reduction.cancel()
         self._unpublished = []
         self.gradient.rollback_pass()

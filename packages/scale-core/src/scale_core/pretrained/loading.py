@@ -38,7 +38,7 @@ Progress = Callable[[int, int], object]
 
 _logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 64 << 20  # After so many bytes the progress is reported.
+_BATCH_BYTES = 64 << 20  # The progress is reported each time this many bytes are loaded.
 _COMPARED_BYTES = 16 << 20
 
 

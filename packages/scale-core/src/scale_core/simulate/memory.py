@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Evidence(enum.IntEnum):
@@ -193,3 +194,13 @@ class Memory:
 def _claim(block: MemoryBlock, kind: str, evidence: Evidence) -> None:
     if evidence > block.evidence:
         block.kind, block.evidence = kind, evidence
+
+
+def tensors_with_memory(argument: Any) -> Iterator[Tensor]:
+    """The tensors with memory in an operator's arguments or results, which nest lists at most."""
+    if isinstance(argument, Tensor):
+        if argument.device.type != "meta":
+            yield argument
+    elif isinstance(argument, list | tuple):
+        for entry in argument:
+            yield from tensors_with_memory(entry)

@@ -34,6 +34,7 @@ from scale_core import compat
 from scale_core.errors import ScaleError
 from scale_core.simulate.device_streams import StreamOrder, frames, text_of
 from scale_core.simulate.happens_before import Access, AccessHistory, Clock, Frames, WorkQueue
+from scale_core.simulate.memory import tensors_with_memory
 from scale_core.simulate.traffic import group_of_call
 
 _COPIES = frozenset(("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"))
@@ -162,8 +163,8 @@ class RaceChecker:
             self._transfer(name, args, result)
             self.raise_found()
             return
-        inputs = [tensor for tensor in _tensors((*args, *kwargs.values())) if tensor.numel()]
-        outputs = [tensor for tensor in _tensors(result) if tensor.untyped_storage().nbytes()]
+        inputs = [tensor for tensor in tensors_with_memory((*args, *kwargs.values())) if tensor.numel()]
+        outputs = [tensor for tensor in tensors_with_memory(result) if tensor.untyped_storage().nbytes()]
         fresh = [tensor for tensor in outputs if id(tensor.untyped_storage()) not in self._memories]
         on_device = any(tensor.device.type != "cpu" for tensor in (*inputs, *outputs))
         lines = frames()
@@ -265,13 +266,13 @@ class RaceChecker:
     def _transfer(self, name: str, args: Sequence[Any], result: Any) -> None:
         library, _, short = name.partition("::")
         functional = library == _FUNCTIONAL[:-2]
-        tensors = list(_tensors(args))
+        tensors = list(tensors_with_memory(args))
         is_on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         caller = self._order.thread if is_on_host else self._order.stream()
         communicator = self._communicator(group_of_call(name, args), short, args, is_on_host)
         lines = frames()
         if functional and not name.endswith("_"):
-            for tensor in _tensors(result):
+            for tensor in tensors_with_memory(result):
                 self._allocate(tensor.untyped_storage(), is_on_host, name, lines)
         communicator.wait(caller.clock)
         if functional:
@@ -279,7 +280,7 @@ class RaceChecker:
             return
         written, read = next(roles for start, roles in _WRITTEN_AND_READ.items() if short.startswith(start))
         for indices, writes in ((written, True), (read, False)):
-            for tensor in _tensors([args[index] for index in indices]):
+            for tensor in tensors_with_memory([args[index] for index in indices]):
                 if tensor.numel():
                     self._access(communicator, tensor, writes, name, lines)
         work = compat.work_of(result[-1] if isinstance(result, list | tuple) else result)
@@ -299,9 +300,9 @@ class RaceChecker:
         lines: Frames,
     ) -> None:
         in_place = name.endswith("_")
-        for tensor in _tensors(args):
+        for tensor in tensors_with_memory(args):
             self._access(communicator, tensor, in_place, name, lines)
-        outputs = list(_tensors(result))
+        outputs = list(tensors_with_memory(result))
         for tensor in outputs:
             if not in_place:
                 self._access(communicator, tensor, True, name, lines)
@@ -427,10 +428,10 @@ def _accesses(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """The tensors that an operator is given, and whether it writes them."""
     indices, names = _written_arguments(operator)
     for index, argument in enumerate(args):
-        for tensor in _tensors(argument):
+        for tensor in tensors_with_memory(argument):
             yield tensor, index in indices
     for name, argument in kwargs.items():
-        for tensor in _tensors(argument):
+        for tensor in tensors_with_memory(argument):
             yield tensor, name in names
 
 
@@ -441,12 +442,3 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (int(last) + 1) * tensor.itemsize
-
-
-def _tensors(argument: Any) -> Iterator[Tensor]:
-    if isinstance(argument, Tensor):
-        if argument.device.type != "meta":
-            yield argument
-    elif isinstance(argument, list | tuple):
-        for entry in argument:
-            yield from _tensors(entry)

@@ -29,7 +29,7 @@ from scale_core.errors import ScaleError
 from scale_core.flat.buffer import live_buffers
 from scale_core.simulate import fake_device as stand_in
 from scale_core.simulate.device_streams import StreamOrder
-from scale_core.simulate.memory import Evidence, Memory, MemoryBlock, MemoryTracker
+from scale_core.simulate.memory import Evidence, Memory, MemoryBlock, MemoryTracker, tensors_with_memory
 from scale_core.simulate.races import Race, RaceChecker, RaceError
 from scale_core.simulate.traffic import Collective, read_collective
 from scale_core.tree import tensors_in
@@ -214,7 +214,7 @@ class Simulation(Memory):
         # torch keeps results of fake operators by their arguments, and would keep a storage that is one of them alive.
         with compat.without_fake_cache() if name.startswith("aten::set_.source_Storage") else nullcontext():
             result = operator(*args, **kwargs)
-        for tensor in _plain_tensors(result):
+        for tensor in tensors_with_memory(result):
             block = self._observe(tensor, _GUESSES[phase], f"{name} in {phase}")
             if tensor.device.type == "cpu" and (kwargs.get("pin_memory") or _brings_to_host(name, args, kwargs)):
                 block.pinned = True
@@ -244,7 +244,7 @@ class Simulation(Memory):
 
     def _look_at_inputs(self, operator: Any, arguments: Iterable[Any], guess: str) -> None:
         uses_memory = self._check and not operator.is_view and operator.name() not in _NEED_NO_MEMORY
-        for tensor in _plain_tensors(arguments):
+        for tensor in tensors_with_memory(arguments):
             block = self._observe(tensor, guess)
             if block.released and uses_memory and tensor.numel():
                 raise UseAfterReleaseError(
@@ -255,9 +255,9 @@ class Simulation(Memory):
     def _claim_buffers(self, name: str, args: Sequence[Any], result: Any) -> None:
         functional = name.startswith("_c10d")
         if "allgather" in name or "all_gather" in name:
-            self._claim(_plain_tensors(result if functional else args[0]), "gathered", Evidence.TRAFFIC)
+            self._claim(tensors_with_memory(result if functional else args[0]), "gathered", Evidence.TRAFFIC)
         elif "reduce_scatter" in name:
-            self._claim(_plain_tensors(args[0] if functional else args[1]), "reduction", Evidence.TRAFFIC)
+            self._claim(tensors_with_memory(args[0] if functional else args[1]), "reduction", Evidence.TRAFFIC)
 
     def _claim(self, tensors: Iterable[Tensor | None], kind: str, evidence: Evidence) -> None:
         for tensor in tensors:
@@ -418,13 +418,3 @@ def _is_set_to(tensor: Tensor, other: Tensor) -> bool:
         return id(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
     return place(tensor) == place(other)
-
-
-def _plain_tensors(argument: Any) -> Iterator[Tensor]:
-    """The tensors with memory in an operator's arguments or results, which nest lists at most."""
-    if isinstance(argument, Tensor):
-        if argument.device.type != "meta":
-            yield argument
-    elif isinstance(argument, list | tuple):
-        for entry in argument:
-            yield from _plain_tensors(entry)

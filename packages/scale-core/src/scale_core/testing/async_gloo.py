@@ -274,10 +274,10 @@ class _Combine(NamedTuple):
     @staticmethod
     def of(options: Any, size: int) -> _Combine:
         op = dist.ReduceOp.SUM if options is None else options.reduceOp
-        for known, combine in _COMBINE.items():
-            if op == known:
-                return _Combine(combine, size if known == dist.ReduceOp.AVG else 1)
-        raise NotImplementedError(f"{BACKEND}: expected one of {[str(known) for known in _COMBINE]}, got {op}")
+        for reduce_op, combine in _COMBINE.items():
+            if op == reduce_op:
+                return _Combine(combine, size if reduce_op == dist.ReduceOp.AVG else 1)
+        raise NotImplementedError(f"{BACKEND}: expected one of {[str(reduce_op) for reduce_op in _COMBINE]}, got {op}")
 
     def in_ring_order(self, summands: Sequence[Tensor], last: int) -> Tensor:
         """Combines the summands of all ranks, by rank, in their dtype: first that of the rank after `last`."""

@@ -62,24 +62,6 @@ class CudaFlash:
         return of_query, of_key, of_value
 
 
-class CpuFlash:
-    """The kernel for the CPU, in any floating-point dtype; `flash_kernel` never takes it."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        output, lse = flash(query, key, value, 0.0, causal, scale=scale)
-        return output, lse
-
-    def backward(
-        self, gradient: Tensor, output: Tensor, lse: Tensor, *inputs: Tensor, causal: bool, scale: float
-    ) -> Gradients:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        of_query, of_key, of_value = flash(gradient, *inputs, output, lse, 0.0, causal, scale=scale)
-        return of_query, of_key, of_value
-
-
 def flash_kernel(query: Tensor, key: Tensor, value: Tensor, hidden: Sequence[Tensor] | None) -> FlashKernel | None:
     """The kernel for these inputs; None where `blockwise` computes them.
 
