@@ -6,9 +6,9 @@
     python benchmarks/async_save.py --date 2026-11-23    # also writes results/2026-11-23-async_save.*
 
 A model of square layers under `fully_shard`, in fp32 with AdamW that has stepped. All engines save the same state, into
-a new directory for each save: `snapshot.save`, `snapshot.async_save`, torch's `dcp.save` and `dcp.async_save` (by a
-thread), the last two given `sharded_state_dict(model, optimizer)`. "plain copy" clones the same tensors, into memory
-that is new each time.
+a new directory for each save: `scale_snapshot.save`, `scale_snapshot.async_save`, torch's `dcp.save` and
+`dcp.async_save` (by a thread), the last two given `sharded_state_dict(model, optimizer)`. "plain copy" clones the same
+tensors, into memory that is new each time.
 
 The stall is the time until the call returns, of the slower rank; engines take turns, and the median over turns is
 shown. Nothing else runs until the save is over, whose time is the total. The first save of each engine is a turn before
@@ -36,7 +36,7 @@ from measure import MB, resident_bytes
 from report import Table, save
 from torch import Tensor, nn
 
-from scale_core import snapshot
+import scale_snapshot
 from scale_core.state import sharded_state_dict
 from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
@@ -70,9 +70,9 @@ class Training:
         """Saves, or begins to; returns what waits for the end."""
         objects = {"model": self.model, "optimizer": self.optimizer}
         if engine == "async_save":
-            return snapshot.async_save(folder, 1, objects).wait
+            return scale_snapshot.async_save(folder, 1, objects).wait
         if engine == "save":
-            snapshot.save(folder, 1, objects)
+            scale_snapshot.save(folder, 1, objects)
         elif engine == "dcp.async_save":
             found: Any = dcp.async_save(self.state, checkpoint_id=folder, process_group=self.gloo)
             return lambda: found.result() if hasattr(found, "result") else found.upload_completion.result()

@@ -43,11 +43,11 @@ from scale_tp import destroy_model_parallel
 
 MODULES = (
     "scale_core",
-    "scale_core.snapshot",
+    "scale_snapshot",
     "scale_core.state",
     "scale_core.launch",
     "scale_core.testing.faults",
-    "scale_core.convert",
+    "scale_snapshot.convert",
     "scale_adascale",
     "scale_checkpoint",
     "scale_fsdp",
@@ -91,18 +91,18 @@ x = torch.ones(2, 4)
 
 
 def saved() -> str:
-    from scale_core import snapshot
+    import scale_snapshot
 
     place = folder()
-    snapshot.save(place, 1, {"model": layers()})
+    scale_snapshot.save(place, 1, {"model": layers()})
     return place
 
 
 def flat_saved() -> str:
-    from scale_core import snapshot
+    import scale_snapshot
 
     place = folder()
-    snapshot.save_snapshot(place, 1, {"x": torch.ones(2)})
+    scale_snapshot.save_snapshot(place, 1, {"x": torch.ones(2)})
     return place
 
 
@@ -240,16 +240,16 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_core.register_grad_published_hook": lambda: {"callback": print},
     "scale_core.register_local_grad_hook": lambda: {"callback": print},
     "scale_core.register_reduced_grad_hook": lambda: {"callback": print},
-    "scale_core.snapshot.save": lambda: {"directory": folder(), "step": 1, "objects": {"model": layers()}},
-    "scale_core.snapshot.async_save": lambda: {"directory": folder(), "step": 1, "objects": {"model": layers()}},
-    "scale_core.snapshot.load": lambda: {"directory": saved(), "objects": {"model": layers()}},
-    "scale_core.snapshot.save_snapshot": lambda: {"directory": folder(), "step": 1, "state": {"x": torch.ones(2)}},
-    "scale_core.snapshot.load_snapshot": lambda: {"directory": flat_saved(), "state": {"x": torch.ones(2)}},
-    "scale_core.snapshot.latest": lambda: {"directory": saved()},
-    "scale_core.snapshot.latest_snapshot": lambda: {"directory": saved()},
-    "scale_core.snapshot.verify_snapshot": lambda: {"path": saved() + "/step-00000001"},
-    "scale_core.snapshot.RandomState": dict,
-    "scale_core.snapshot.PerRank": lambda: {"obj": SGD(params(), lr=0.1)},
+    "scale_snapshot.save": lambda: {"directory": folder(), "step": 1, "objects": {"model": layers()}},
+    "scale_snapshot.async_save": lambda: {"directory": folder(), "step": 1, "objects": {"model": layers()}},
+    "scale_snapshot.load": lambda: {"directory": saved(), "objects": {"model": layers()}},
+    "scale_snapshot.save_snapshot": lambda: {"directory": folder(), "step": 1, "state": {"x": torch.ones(2)}},
+    "scale_snapshot.load_snapshot": lambda: {"directory": flat_saved(), "state": {"x": torch.ones(2)}},
+    "scale_snapshot.latest": lambda: {"directory": saved()},
+    "scale_snapshot.latest_snapshot": lambda: {"directory": saved()},
+    "scale_snapshot.verify_snapshot": lambda: {"path": saved() + "/step-00000001"},
+    "scale_snapshot.RandomState": dict,
+    "scale_snapshot.PerRank": lambda: {"obj": SGD(params(), lr=0.1)},
     "scale_core.state.sharded_state_dict": lambda: pooled(),
     "scale_core.state.load_sharded_state_dict": lambda: model_with_state(),
     "scale_core.state.target_state_dict": _saved_names,
@@ -261,8 +261,8 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_core.testing.faults.enospc_at": lambda: {"point": "snapshot.written"},
     "scale_core.testing.faults.delay_at": lambda: {"point": "all_gather", "seconds": 1.0},
     "scale_core.testing.faults.begin_step": lambda: {"step": 1},
-    "scale_core.convert.convert_checkpoint": lambda: {"source": torch_saved(), "destination": folder() + "/made"},
-    "scale_core.convert.open_checkpoint": lambda: {"path": torch_saved()},
+    "scale_snapshot.convert.convert_checkpoint": lambda: {"source": torch_saved(), "destination": folder() + "/made"},
+    "scale_snapshot.convert.open_checkpoint": lambda: {"path": torch_saved()},
     "scale_adascale.AdaScale": lambda: {"optimizer": SGD(params(), lr=0.1)},
     "scale_adascale.AdaScaleWrapper": lambda: {"params": params(), "lr": 0.1},
     "scale_adascale.GainScheduler": scheduler_and_optimizer,
@@ -673,9 +673,9 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "directory": ("empty",),  # The current folder, as for `pathlib`.
     "path": ("empty",),
     "destination": ("empty",),
-    "scale_core.snapshot.save.objects": ("empty",),  # A snapshot of `extra` alone.
-    "scale_core.snapshot.async_save.objects": ("empty",),
-    "scale_core.snapshot.save_snapshot.state": ("empty",),
+    "scale_snapshot.save.objects": ("empty",),  # A snapshot of `extra` alone.
+    "scale_snapshot.async_save.objects": ("empty",),
+    "scale_snapshot.save_snapshot.state": ("empty",),
     "scale_core.check_replicas.model": ("empty",),
     "scale_core.launch.format_exit_code.code": ("below zero",),  # A signal.
     "scale_checkpoint.checkpoint_modules.select": ("empty",),

@@ -49,10 +49,10 @@ from measure import Spent, spending
 from report import Table, save
 from torch import Tensor, nn
 
+from scale_check.simulate import simulate
 from scale_checkpoint import apply_checkpointing
 from scale_core.comm.group import Group
 from scale_core.shard import full_numel
-from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecisionPolicy, fully_shard
 from scale_moe import MoE

@@ -37,9 +37,9 @@ from measure import spending
 from report import Table, save
 from torch import nn
 
+from scale_check.simulate import simulate
+from scale_check.simulate.traffic import Collective
 from scale_core.comm.group import group_of
-from scale_core.simulate import simulate
-from scale_core.simulate.traffic import Collective
 from scale_core.testing import run_ranks
 from scale_fsdp import CommunicationPolicy, MixedPrecisionPolicy, fully_shard
 from scale_fsdp.runtime.unit import units_in

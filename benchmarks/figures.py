@@ -89,7 +89,7 @@ def soak(figures: Figures) -> str:
 
 
 def restart(figures: Figures) -> str:
-    names = {"loop": "a loop with `fully_shard` and `snapshot.save`", "scale-train": "`scale-train lm`"}
+    names = {"loop": "a loop with `fully_shard` and `scale_snapshot.save`", "scale-train": "`scale-train lm`"}
     rows = []
     for way in dict.fromkeys(turn["way"] for turn in figures):
         turns = [turn for turn in figures if turn["way"] == way]

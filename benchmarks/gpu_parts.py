@@ -341,7 +341,7 @@ def record_gpt(run: Run, engine: str, build: Any, sizes: dict[str, int]) -> tupl
 
 def simulated_peak(layers: int, width: int, length: int, batch: int) -> int:
     """The peak of the same step in a simulation, in bytes."""
-    from scale_core.simulate import simulate
+    from scale_check.simulate import simulate
 
     with simulate(device=compat.STAND_IN) as sim:
         with sim.device:

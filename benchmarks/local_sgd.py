@@ -6,7 +6,7 @@
 
 Each rank trains a stack of linear layers by AdamW, once under DistributedDataParallel and once with `LocalSGD.diloco`
 and an outer step after so many steps. Engines take turns in the same processes; ratios are medians over turns of the
-CPU time of both ranks to DistributedDataParallel's in the same turn. Bytes are what `scale_core.simulate` counts that
+CPU time of both ranks to DistributedDataParallel's in the same turn. Bytes are what `scale_check.simulate` counts that
 one rank of two sends in as many steps, over those steps, and by the formula 2 (W-1)/W for DistributedDataParallel,
 which does not run there. The state is what a rank keeps beside the model and AdamW.
 """
@@ -24,7 +24,7 @@ from report import Table, save
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_core.simulate import simulate
+from scale_check.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_oss import LocalSGD
 

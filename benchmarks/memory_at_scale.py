@@ -12,7 +12,7 @@ inside the block's checkpoint: smaller buffers, but scale-fsdp releases attentio
 a third time, where FSDP2 keeps it. With "-offload", shards, gradients and Adam are on the host, and the model computes
 on a stand-in for a device, so that each has a peak of its own; all others keep everything in one memory. The second
 step is measured, since Adam's state exists only from the first step on.
-What the figures leave out stands in `scale_core.simulate`: add 5 to 10 % for what the device's allocator and the
+What the figures leave out stands in `scale_check.simulate`: add 5 to 10 % for what the device's allocator and the
 transport need.
 """
 
@@ -30,7 +30,7 @@ from report import Table, save
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.simulate import Simulation, simulate
+from scale_check.simulate import Simulation, simulate
 
 GIB = 2**30
 SEQUENCE = 2048

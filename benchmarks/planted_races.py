@@ -79,7 +79,7 @@ ON_HOST = of_fsdp("shards and host")
 COPIES = of_fsdp("late or back or one_rank")
 OPTIMIZER = of_fsdp("optimizer and host")
 CHECKPOINT = ("scale-checkpoint/tests/test_checkpoint_races.py", "offload or waits or never or blocks")
-CORE = ("scale-core/tests/test_races.py", "snapshot or outlives")
+CORE = ("scale-check/tests/test_races.py", "snapshot or outlives")
 STREAMS, BUFFER = "scale-core/device/streams.py", "scale-core/flat/buffer.py"
 TRANSFER, UPDATE = "scale-fsdp/offload/transfer.py", "scale-fsdp/offload/host_update.py"
 PIPE, CHANNEL = ("scale-pipe/tests/test_pipe_races.py", "1f1b or zb"), "scale-pipe/distributed/p2p/channel.py"
@@ -176,7 +176,7 @@ FAULTS = [
     ),
     Fault("scale-core/flat/reduction.py", "                copied.synchronize()", "                pass", ON_HOST),
     Fault("scale-core/flat/shard_storage.py", "            self._sent.synchronize()", "            pass", ON_HOST),
-    Fault("scale-core/snapshot/staging.py", "        current_stream(device).synchronize()", "        pass", CORE),
+    Fault("scale-snapshot/staging.py", "        current_stream(device).synchronize()", "        pass", CORE),
     Fault(
         "scale-core/state/state_dict.py",
         "    wait_sent()  # They are",

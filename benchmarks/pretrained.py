@@ -44,10 +44,10 @@ from report import Table, save
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from scale_core import load_pretrained, save_pretrained
-from scale_core.snapshot.format.safetensors_io import memory_of, opened, read_into
 from scale_core.testing import run_ranks
 from scale_fsdp import full_state_dict, fully_shard_modules, no_split_policy
+from scale_snapshot import load_pretrained, save_pretrained
+from scale_snapshot.format.safetensors_io import memory_of, opened, read_into
 
 LOADING = {
     "plain read": "plain read",

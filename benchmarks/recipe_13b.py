@@ -24,11 +24,11 @@ from functools import partial
 import torch
 from report import Table, save
 
-from scale_train.plan.estimate import Estimate, estimate
-from scale_train.plan.model import planned_model
-from scale_train.plan.options import PlanOptions
-from scale_train.plan.report import by_column
-from scale_train.plan.strategies import Strategy
+from scale_tools.plan.estimate import Estimate, estimate
+from scale_tools.plan.model import planned_model
+from scale_tools.plan.options import PlanOptions
+from scale_tools.plan.report import by_column
+from scale_tools.plan.strategies import Strategy
 
 GIB = 2**30
 

@@ -5,8 +5,8 @@
     python benchmarks/restart.py --date 2026-11-23    # also writes results/2026-11-23-restart.*
 
 `torchrun --max-restarts=1` starts two ranks that train a small model and save a snapshot every two steps, as
-`scale-train lm`, and as the loop of this file with `fully_shard`, `snapshot.save` and `snapshot.load`. When rank 0 has
-printed its fifth step, rank 1 is killed by SIGKILL from outside.
+`scale-train lm`, and as the loop of this file with `fully_shard`, `scale_snapshot.save` and `scale_snapshot.load`.
+When rank 0 has printed its fifth step, rank 1 is killed by SIGKILL from outside.
 
 "First start" is from the start of torchrun to the first step that rank 0 prints; "kill to resumed" from the kill to
 the first one that it prints after the restart. Both hold the start of Python, the import of torch and the rendezvous;
@@ -37,7 +37,7 @@ PROGRAM = (
     f"--steps {STEPS} --save-every {SAVE_EVERY} --warmup 2 --sample-length 0 --device cpu --log-every 1 "
     "--log-format json --out run"
 )
-WAYS = {"loop": "a loop with fully_shard and snapshot.save", "scale-train": "scale-train lm"}
+WAYS = {"loop": "a loop with fully_shard and scale_snapshot.save", "scale-train": "scale-train lm"}
 
 
 def loop(folder: str) -> None:
@@ -46,7 +46,7 @@ def loop(folder: str) -> None:
     import torch.distributed as dist
     from torch import nn
 
-    from scale_core import snapshot
+    import scale_snapshot
     from scale_core.launch import init_distributed
     from scale_fsdp import fully_shard
 
@@ -54,7 +54,7 @@ def loop(folder: str) -> None:
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)))
     objects = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
-    first = 0 if snapshot.latest(folder) is None else snapshot.load(folder, objects).step
+    first = 0 if scale_snapshot.latest(folder) is None else scale_snapshot.load(folder, objects).step
     for step in range(first + 1, STEPS + 1):
         torch.manual_seed(step)
         model(torch.randn(8, 64)).square().mean().backward()
@@ -63,7 +63,7 @@ def loop(folder: str) -> None:
         if group.rank == 0:
             print(json.dumps({"step": step, "loss": 0.0}), flush=True)
         if step % SAVE_EVERY == 0:
-            snapshot.save(folder, step, objects)
+            scale_snapshot.save(folder, step, objects)
         time.sleep(0.2)  # So that the kill comes before the end.
     dist.destroy_process_group()
 

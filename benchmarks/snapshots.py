@@ -39,11 +39,11 @@ from team import ALLOCATOR_FOR_TIME, Handlers, Nursery, Team, raise_ranks
 from torch import Tensor
 
 from scale_core.comm.group import Group
-from scale_core.snapshot import load_snapshot, save_snapshot
-from scale_core.snapshot import snapshot as snapshot_module
-from scale_core.snapshot.format.checksums import BlockChecksums
-from scale_core.snapshot.format.safetensors_io import memory_of
 from scale_core.state.local_shard import LocalShard
+from scale_snapshot import load_snapshot, save_snapshot
+from scale_snapshot import snapshot as snapshot_module
+from scale_snapshot.format.checksums import BlockChecksums
+from scale_snapshot.format.safetensors_io import memory_of
 
 WAYS = {
     "plain": "plain",

@@ -118,7 +118,7 @@ def work(kind: str, folder: Path, seed: str, actions: Sequence[str]) -> None:
     import torch.distributed as dist
 
     from scale_core.launch import die_with_parent, init_distributed
-    from scale_core.snapshot import latest_snapshot
+    from scale_snapshot import latest_snapshot
 
     agent = os.getppid()
     die_with_parent(agent)

@@ -39,10 +39,10 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scale_check.simulate import Simulation, fake_device, simulate
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import compat
 from scale_core.comm import collectives
-from scale_core.simulate import Simulation, fake_device, simulate
 from scale_core.tree import tensors_in
 from scale_fsdp import MixedPrecisionPolicy, fully_shard
 from scale_fsdp.runtime.root import Root

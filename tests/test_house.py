@@ -33,10 +33,12 @@ FLOORS = {
     "scale-moe": 2,
     "scale-adascale": 2,
     "scale-check": 2,
+    "scale-snapshot": 2,
     "scale-pipe": 3,
     "scale-lightning": 3,
     "scale-fairscale": 4,
     "scale-train": 4,
+    "scale-tools": 5,
 }
 FILES_AND_JUMPS = {
     "fully_shard": (15, 348),
@@ -195,7 +197,7 @@ def test_every_package_has_its_floor() -> None:
 
 
 def test_the_doctor_compares_the_versions_of_all_packages() -> None:
-    assert sorted(importlib.import_module("scale_train.doctor.environment").DISTRIBUTIONS) == PACKAGES
+    assert sorted(importlib.import_module("scale_tools.doctor.environment").DISTRIBUTIONS) == PACKAGES
 
 
 def test_all_packages_have_one_version() -> None:

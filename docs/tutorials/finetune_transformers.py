@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from scale_core import clip_grad_norm_, group_of, load_pretrained, save_pretrained
+from scale_core import clip_grad_norm_, group_of
 from scale_core.launch import init_distributed
 from scale_fsdp import fully_shard_modules, no_split_policy
+from scale_snapshot import load_pretrained, save_pretrained
 from scale_tp import destroy_model_parallel, parallelize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scale_core import all_reduce, group_of, snapshot
+import scale_snapshot
+from scale_core import all_reduce, group_of
 from scale_core.launch import init_distributed
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import MixedPrecisionPolicy, fully_shard
@@ -128,8 +129,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     )
     objects = {"model": model, "optimizer": optimizer, "schedule": schedule}
     begin = 0
-    if snapshot.latest(options.out):
-        begin = snapshot.load(options.out, objects).step
+    if scale_snapshot.latest(options.out):
+        begin = scale_snapshot.load(options.out, objects).step
     if group.rank == 0:
         shard = sum(local_tensor(param).numel() for param in model.parameters())
         print(f"{group.size} ranks from step {begin}; rank 0 keeps {shard:,} elements")
@@ -148,7 +149,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
             print(
                 f"step {step}: loss {losses[-1]:.3f}, norm {norm:.2f}, {rate:,.0f} B/s"
             )
-    snapshot.save(options.out, options.steps, objects, keep=2)
+    scale_snapshot.save(options.out, options.steps, objects, keep=2)
 
     with torch.no_grad():
         tests = [loss_of(model, held_out, seed=-1 - number) for number in range(4)]

@@ -28,12 +28,13 @@ from transformers.models.vit.modeling_vit import ViTConfig, ViTForImageClassific
 from transformers.models.whisper.modeling_whisper import WhisperConfig, WhisperForConditionalGeneration
 from transformers.utils.logging import disable_progress_bar
 
+import scale_snapshot
 from scale_checkpoint import checkpoint_modules
-from scale_core import save_pretrained, snapshot
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules, no_split_policy, register_fsdp_forward_method
 from scale_oss import OSS, ShardedDataParallel
+from scale_snapshot import save_pretrained
 from scale_tp import GPT2_PLAN, parallelize
 
 disable_progress_bar()
@@ -282,9 +283,9 @@ def _whole(trained: Trained) -> dict[str, Tensor]:
 
 def _saves_and_goes_on(trained: Trained, family: Family, technique: Technique, folder: str) -> None:
     """A snapshot, and the full state dict, go into models of other weights, which then take the same step."""
-    snapshot.save(folder, STEPS, {"model": trained.model, "optimizer": trained.optimizer})
+    scale_snapshot.save(folder, STEPS, {"model": trained.model, "optimizer": trained.optimizer})
     again, copied = (technique.wrap(build(family, seed=12), family) for _ in range(2))
-    snapshot.load(folder, {"model": again.model, "optimizer": again.optimizer})
+    scale_snapshot.load(folder, {"model": again.model, "optimizer": again.optimizer})
     copied.inner.load_state_dict(_whole(trained))
     assert not _differing(copied, trained)
     for each in (trained, again):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from trainings import train_beside
 
-from scale_core import BlockAtom, snapshot
+import scale_snapshot
+from scale_core import BlockAtom
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
@@ -68,8 +69,8 @@ def is_saved_and_goes_on(make: Make, folder: str, dtype: torch.dtype = torch.flo
     step_of = partial(_step, rank=group_of().rank)
     for number in range(STEPS):
         step_of(*trainings[0], number)
-    snapshot.save(folder, STEPS, dict(zip(("model", "optimizer"), trainings[0], strict=True)))
-    snapshot.load(folder, dict(zip(("model", "optimizer"), trainings[1], strict=True)))
+    scale_snapshot.save(folder, STEPS, dict(zip(("model", "optimizer"), trainings[0], strict=True)))
+    scale_snapshot.load(folder, dict(zip(("model", "optimizer"), trainings[1], strict=True)))
     for training in trainings:
         step_of(*training, STEPS)
     (model, _), (loaded, _) = trainings
@@ -80,7 +81,7 @@ def is_saved_and_goes_on(make: Make, folder: str, dtype: torch.dtype = torch.flo
 def goes_on_from(make: Make, folder: str) -> dict[str, Tensor]:
     """The weights after one more step from a snapshot; at 1, 2 or 4 ranks, as each has the same batch, the same."""
     model, optimizer = units_of_blocks(make, seed=3)
-    snapshot.load(folder, {"model": model, "optimizer": optimizer})
+    scale_snapshot.load(folder, {"model": model, "optimizer": optimizer})
     _step(model, optimizer, STEPS, rank=0)
     return dict(model.state_dict())
 

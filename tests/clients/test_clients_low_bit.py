@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_core import snapshot
+import scale_snapshot
 from scale_core.shard import as_local
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
@@ -62,8 +62,8 @@ def save_and_read_in_rows(folder: str) -> None:
     """Cut between rows of 160 elements, the state can't be read."""
     low_bit.is_saved_and_goes_on(Momentum8bit, folder)
     model = fully_shard(low_bit.network())
-    with pytest.raises(snapshot.SnapshotError, match=r"atom=BlockAtom\(256\)"):
-        snapshot.load(folder, {"model": model, "optimizer": Momentum8bit(model.parameters())})
+    with pytest.raises(scale_snapshot.SnapshotError, match=r"atom=BlockAtom\(256\)"):
+        scale_snapshot.load(folder, {"model": model, "optimizer": Momentum8bit(model.parameters())})
 
 
 def test_state_in_blocks_is_read_at_another_number_of_ranks(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from client_quantised import train_adapters, wide_llama, with_adapters
 from torch import Tensor, nn
 from trainings import train_beside
 
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
-from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import (
     CommunicationPolicy,

@@ -26,11 +26,11 @@ from scale_adascale import AdaScale
 from scale_adascale.gain import bounded, gain, moments
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
 from scale_core import ShardedGradScaler
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_oss import OSS, ShardedDataParallel
+from scale_snapshot import load_snapshot, save_snapshot
 from scale_tp import context_parallel, split_sequence
 
 GAIN = 1e-6  # relative

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from scale_core import snapshot
+import scale_snapshot
 from scale_core.comm.group import group_of
-from scale_core.errors import SnapshotError
 from scale_core.state import sharded_state_dict
 from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, fully_shard
 from scale_oss import OSS
 from scale_pipe import DistributedPipe
+from scale_snapshot import SnapshotError
 from scale_tp import parallelize
 
 
@@ -76,19 +76,19 @@ def load_into_a_changed_model(way: str, folder: Path) -> list[str]:
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    snapshot.save(folder, 1, {"model": model, "optim": optimizer})
+    scale_snapshot.save(folder, 1, {"model": model, "optim": optimizer})
 
     model, optimizer = built(way, changed=True)
     objects = {"model": model, "optim": optimizer}
     before = {key: elements(value).clone() for key, value in state_of(model, optimizer).items()}
     with pytest.raises(SnapshotError) as caught:
-        snapshot.load(folder, objects)
+        scale_snapshot.load(folder, objects)
     for key, value in state_of(model, optimizer).items():
         assert torch.equal(elements(value), before[key]), f"{key} is changed"
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        snapshot.load(folder, objects, strict=False)
+        scale_snapshot.load(folder, objects, strict=False)
     warned = [str(warning.message) for warning in seen if warning.category is UserWarning]
     assert len(warned) == (dist.get_rank() == 0), warned
     loaded = {"model.first.weight": 0.5, "model.first.bias": 0.5}
@@ -159,23 +159,23 @@ def save_extra_state(folder: Path) -> None:
         assert len(layers) == (3 if way != "pipe" else 1 + dist.get_rank())
         for number, layer in layers.items():
             layer.amax = {"history": torch.full((3,), float(number)), "steps": (1, number)}
-        snapshot.save(folder / way, 1, {"model": model})
+        scale_snapshot.save(folder / way, 1, {"model": model})
     model, layers = with_extra_state("fully_shard")
     for layer in layers.values():
         layer.amax = {"of": dist.get_rank()}
-    snapshot.save(folder / "each", 1, {"model": model})
+    scale_snapshot.save(folder / "each", 1, {"model": model})
 
 
 def load_extra_state(folder: Path) -> None:
     for saved in ("plain", "fully_shard", "wrapped", "pipe"):
         for way in ("plain", "fully_shard", "wrapped", "pipe"):
             model, layers = with_extra_state(way)
-            snapshot.load(folder / saved, {"model": model})
+            scale_snapshot.load(folder / saved, {"model": model})
             for number, layer in layers.items():
                 assert layer.amax is not None and layer.amax["steps"] == (1, number), (saved, way, number)
                 assert layer.amax["history"].tolist() == [number] * 3
     model, layers = with_extra_state("fully_shard")
-    snapshot.load(folder / "each", {"model": model})
+    scale_snapshot.load(folder / "each", {"model": model})
     assert [layer.amax for layer in layers.values()] == [{"of": dist.get_rank()}] * 3
 
 
@@ -184,12 +184,12 @@ def test_extra_state_loads_by_name_into_any_wrapping(tmp_path: Path) -> None:
     run_ranks(load_extra_state, 2, tmp_path)
     model = nn.Sequential(*(Scaled(4, 4) for _ in range(3)))
     for saved in ("fully_shard", "pipe"):
-        snapshot.load(tmp_path / saved, {"model": model})
+        scale_snapshot.load(tmp_path / saved, {"model": model})
         assert [layer.amax["steps"] for layer in model] == [(1, 0), (1, 1), (1, 2)]
     with pytest.raises(SnapshotError, match=r"model@extra_state\[0\] was saved by 2 ranks, each of which had another"):
-        snapshot.load(tmp_path / "each", {"model": model})
+        scale_snapshot.load(tmp_path / "each", {"model": model})
     with pytest.warns(UserWarning, match=r"model@extra_state\[0\] was saved by 2 ranks"):
-        snapshot.load(tmp_path / "each", {"model": model}, strict=False)
+        scale_snapshot.load(tmp_path / "each", {"model": model}, strict=False)
     assert model[0].amax["steps"] == (1, 0)
     with pytest.raises(SnapshotError, match=r"6 unexpected in it: model@extra_state\[0\]\.history"):
-        snapshot.load(tmp_path / "plain", {"model": nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))})
+        scale_snapshot.load(tmp_path / "plain", {"model": nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))})

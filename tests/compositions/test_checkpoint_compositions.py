@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from scale_check.simulate import simulate
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
-from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import SGD, AdamW, Optimizer
 from trainings import assert_parity, drawn, recorded
 
+import scale_snapshot
 from scale_adascale import AdaScale
 from scale_check.recording import Recording
 from scale_checkpoint import checkpoint_wrapper
-from scale_core import snapshot
 from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
 from scale_fsdp import full_state_dict, fully_shard
@@ -124,10 +124,10 @@ def two_nodes_of_two(folder: str, reshard: bool) -> tuple[Recording, Recording]:
         objects = diloco(mesh, reshard)
         model, optimizer, local = objects.values()
         if resumes:
-            snapshot.load(folder, objects)
+            scale_snapshot.load(folder, objects)
         else:
             train(model, optimizer, range(2 * EVERY), rank)
-            snapshot.save(folder, 1, objects)
+            scale_snapshot.save(folder, 1, objects)
         train(model, optimizer, range(2 * EVERY, 4 * EVERY), rank)
         assert local.num_syncs == 4
         found.append(recorded([0.0], full_state_dict(model)))

@@ -26,11 +26,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+import scale_snapshot
 from scale_adascale import AdaScale
-from scale_core import snapshot
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import elements_of
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state.dcp import dcp_target
 from scale_core.state.local_shard import LocalShard
 from scale_core.state.state_dict import load_sharded_state_dict, saved_groups, sharded_state_dict, target_state_dict
@@ -38,6 +37,7 @@ from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
+from scale_snapshot import load_snapshot, save_snapshot
 from scale_tp import parallelize
 
 RANKS, STEPS, CHUNKS, WORDS, WIDTH = 4, 2, 4, 7, 6
@@ -274,12 +274,12 @@ class Training:
         }
 
     def save(self, folder: str) -> None:
-        snapshot.save(folder, STEPS, self.objects, process_group=self.line())
+        scale_snapshot.save(folder, STEPS, self.objects, process_group=self.line())
         if self.mesh.num_ranks == dist.get_world_size():
             dcp.save(self.state(), checkpoint_id=f"{folder}/dcp")
 
     def load(self, folder: str) -> None:
-        snapshot.load(folder, self.objects, process_group=self.line())
+        scale_snapshot.load(folder, self.objects, process_group=self.line())
 
     def load_from_dcp(self, folder: str) -> None:
         target = dcp_target(f"{folder}/dcp", self.model, self.optimizers)

@@ -26,7 +26,6 @@ from scale_checkpoint import checkpoint_wrapper
 from scale_core import clip_grad_norm_, shard_of
 from scale_core.comm.group import Group, GroupLike
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
 from scale_core.testing import run_ranks
@@ -34,6 +33,7 @@ from scale_fsdp import fully_shard
 from scale_moe import Balance, MoE, TokenChoice, average_replicated_gradients
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
+from scale_snapshot import load_snapshot, save_snapshot
 
 DIM, EXPERTS, STEPS = 6, 3, 4
 Around = Callable[[nn.Module], nn.Module]

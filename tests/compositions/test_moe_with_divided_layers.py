@@ -21,12 +21,12 @@ import scale_tp
 from scale_check.recording import Recording
 from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
 from scale_core.testing import preload, run_ranks
 from scale_fsdp import fully_shard
 from scale_moe import average_replicated_gradients, parallelize_experts
+from scale_snapshot import load_snapshot, save_snapshot
 
 transformers = pytest.importorskip("transformers")
 preload("transformers.models.mixtral.modeling_mixtral")

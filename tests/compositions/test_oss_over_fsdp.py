@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._pytree import tree_flatten_with_path
 from trainings import Loss, mean_gradients, outcomes, train_beside
 
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
-from scale_core.simulate import simulate
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import full_optim_state_dict, fully_shard
 from scale_oss import OSS, split_by
+from scale_snapshot import load_snapshot, save_snapshot
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ASGD": {"lr": 0.01, "t0": 1.0, "weight_decay": 0.1},

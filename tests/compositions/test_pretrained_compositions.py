@@ -15,13 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
-from scale_core import load_pretrained, save_pretrained
-from scale_core.snapshot.format.safetensors_io import read_entries
-from scale_core.snapshot.format.stored_file import opened
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard, fully_shard_modules, no_split_policy
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
+from scale_snapshot import load_pretrained, save_pretrained
+from scale_snapshot.format.safetensors_io import read_entries
+from scale_snapshot.format.stored_file import opened
 from scale_tp import parallelize
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 32}

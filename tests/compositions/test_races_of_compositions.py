@@ -20,9 +20,9 @@ from torch.optim import SGD, AdamW, Optimizer
 import scale_core
 import scale_tp
 from scale_adascale import AdaScale
+from scale_check.simulate import Simulation, simulate
 from scale_checkpoint import checkpoint_wrapper
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.simulate import Simulation, simulate
 from scale_fsdp import OffloadOptimizer, fully_shard
 from scale_moe import MoE, average_replicated_gradients
 from scale_oss import OSS, LocalSGD, ShardedDataParallel

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import scale_snapshot
 from scale_adascale import AdaScale
-from scale_core import ShardedGradScaler, snapshot
+from scale_core import ShardedGradScaler
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, OffloadOptimizer, ShardedEMA, fully_shard
 from scale_oss import OSS, ShardedDataParallel
@@ -69,7 +70,7 @@ class Training:
             "scheduler": self.scheduler,
             "scaler": self.scaler,
             "data": self.data,
-            "random": snapshot.RandomState(),
+            "random": scale_snapshot.RandomState(),
         }
         return objects if self.ema is None else {**objects, "ema": self.ema}
 
@@ -92,12 +93,12 @@ class Training:
 def resume_and_go_on(way: str, in_background: bool, folder: Path) -> None:
     training = Training(way, seed=0)
     training.run(5)
-    saving = (snapshot.async_save if in_background else snapshot.save)(folder, 5, training.objects)
+    saving = (scale_snapshot.async_save if in_background else scale_snapshot.save)(folder, 5, training.objects)
     expected = training.run(4)
-    if isinstance(saving, snapshot.AsyncSave):
+    if isinstance(saving, scale_snapshot.AsyncSave):
         saving.wait()
     other = Training(way, seed=1)
-    assert snapshot.load(folder, other.objects).step == 5
+    assert scale_snapshot.load(folder, other.objects).step == 5
     resumed = other.run(4)
     assert len(resumed) == len(expected) and all(map(torch.equal, resumed, expected))
 

@@ -30,12 +30,12 @@ from scale_check.recording import Recording
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import clip_grad_norm_, grad_norm
 from scale_core.comm.group import Group, group_of
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
+from scale_snapshot import load_snapshot, save_snapshot
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import Plan
 from scale_tp.layers.attention import ParallelAttention

@@ -19,18 +19,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import scale_core.snapshot.snapshot
+import scale_snapshot
+import scale_snapshot.snapshot
 import scale_train.training.train
+from scale_check import simulate
 from scale_checkpoint import check_recomputation, checkpoint_wrapper, is_recomputing, plan_memory
-from scale_core import check_replicas, simulate, snapshot
+from scale_core import check_replicas
 from scale_core.comm.group import Group
 from scale_core.errors import ScaleError, TransferError, set_last_snapshot
 from scale_core.launch import init_distributed
-from scale_core.snapshot import load_snapshot, save_snapshot
-from scale_core.snapshot.format.checksums import checksum
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_pipe import DistributedPipe, split
+from scale_snapshot import load_snapshot, save_snapshot
+from scale_snapshot.format.checksums import checksum
 from scale_train.data import read_text
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.resolve import check_options
@@ -107,13 +109,13 @@ def newer(folder: Path) -> None:
 
 def foreign(folder: Path) -> None:
     torch.save({"weight": torch.ones(2)}, "weights.pt")
-    snapshot.load("weights.pt", {"model": nn.Linear(2, 2)})
+    scale_snapshot.load("weights.pt", {"model": nn.Linear(2, 2)})
 
 
 def mismatch(folder: Path) -> None:
-    snapshot.save("runs/1", 12, {"model": nn.Sequential(nn.Linear(2, 2))})
+    scale_snapshot.save("runs/1", 12, {"model": nn.Sequential(nn.Linear(2, 2))})
     changed = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
-    raise_cause(lambda: snapshot.load("runs/1", {"model": changed}))
+    raise_cause(lambda: scale_snapshot.load("runs/1", {"model": changed}))
 
 
 def transfer(folder: Path) -> None:
@@ -292,7 +294,7 @@ def save_on_a_full_disk() -> None:
         if point == "written" and dist.get_rank() == 1:
             raise OSError(28, "No space left on device")
 
-    vars(scale_core.snapshot.snapshot)["at_stage"] = full
+    vars(scale_snapshot.snapshot)["at_stage"] = full
     save_snapshot("runs/1", 12, {"model.weight": torch.ones(2)})
 
 

@@ -19,7 +19,7 @@ HOUSE = Path(__file__).parents[2]
 TUTORIALS = HOUSE / "docs/tutorials"
 PROGRAMS = ["gpt_fsdp", "finetune_transformers", "ddp_to_oss", "unet_pipeline", "moe_lm"]
 
-preload("scale_moe", "scale_tp", "scale_pipe", "scale_fsdp", "scale_oss", "scale_core.snapshot")
+preload("scale_moe", "scale_tp", "scale_pipe", "scale_fsdp", "scale_oss", "scale_snapshot")
 
 
 def run_tutorial(name: str, runs: Sequence[Sequence[str]], folder: str) -> list[Any]:

@@ -26,14 +26,14 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from scale_adascale import AdaScale
-from scale_core.errors import SnapshotError, StepError
-from scale_core.snapshot import latest_snapshot, load_snapshot, save_snapshot
+from scale_core.errors import StepError
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.validation import SavedTensor
 from scale_core.testing import faults
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
+from scale_snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_tp import parallelize
 
 KINDS = ("fsdp", "oss", "tp", "pipe")

@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import scale_core.testing.ranks
 from scale_core.errors import ScaleDistributedError, StepError
-from scale_core.snapshot import latest_snapshot, save_snapshot
 from scale_core.testing import faults, run_ranks
 from scale_core.testing.faults import Fault, delay_at, enospc_at, raise_at
+from scale_snapshot import latest_snapshot, save_snapshot
 
 FSDP_QUICKLY = [pytest.param(kind, marks=[] if kind == "fsdp" else [pytest.mark.soak]) for kind in KINDS]
 

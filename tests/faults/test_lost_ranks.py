@@ -16,9 +16,9 @@ import pytest
 from fault_trainings import SAVE_EVERY, SNAPSHOTS, STEPS, Ended, Whole, digest, ended, losses, train
 
 import scale_core.testing.ranks
-from scale_core.snapshot import latest_snapshot
 from scale_core.testing import run_ranks
 from scale_core.testing.faults import Fault, kill_at, stop_at
+from scale_snapshot import latest_snapshot
 
 LIMIT = 6.0  # Seconds: T of the matrix, for the ranks that wait for a frozen one.
 

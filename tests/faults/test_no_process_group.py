@@ -11,10 +11,10 @@ from scale_adascale import AdaScale
 from scale_core import ShardedGradScaler, all_reduce, clip_grad_norm_, grad_norm, group_of, join
 from scale_core.errors import LaunchError
 from scale_core.launch import StopSignal
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
+from scale_snapshot import load_snapshot, save_snapshot
 from scale_tp import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 from scale_tp.parallel_state import initialize_model_parallel
 

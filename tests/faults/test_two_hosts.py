@@ -19,7 +19,7 @@ from torch import nn
 from scale_core import ScaleDistributedError
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.launch import init_distributed
-from scale_core.snapshot import latest_snapshot, load_snapshot, save_snapshot
+from scale_snapshot import latest_snapshot, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_fsdp import fully_shard
 

@@ -22,11 +22,11 @@ from scale_check.fuzz.models import Boom, Net, batch_of, build, loss_of
 from scale_checkpoint import checkpoint_modules
 from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, Pipe, split
+from scale_snapshot import load_snapshot, save_snapshot
 from scale_tp import parallelize
 
 LIMIT_SECONDS = 15.0

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Adam, Optimizer
 
 from scale_adascale import AdaScale
-from scale_core.simulate import simulate
+from scale_check.simulate import simulate
 
 pytestmark = [
     pytest.mark.simulation,

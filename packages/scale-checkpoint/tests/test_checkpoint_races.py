@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import scale_checkpoint.offload.store as store
+from scale_check.simulate import Simulation, simulate
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, offload_activations
-from scale_core.simulate import Simulation, simulate
 
 pytestmark = [
     pytest.mark.simulation,

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
 
 import scale_core
-from scale_core import snapshot
+import scale_snapshot
 from scale_core.arguments import checked_arguments
 from scale_core.testing import faults
 
@@ -247,13 +247,18 @@ def test_functions_refuse_wrong_arguments_before_they_write(tmp_path: Path) -> N
     model = layers()
     wrong: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
         (
-            snapshot.save,
+            scale_snapshot.save,
             (tmp_path, 1, {"model": model}),
             {"keep": True},
             "save: expected keep to be an integer or None",
         ),
-        (snapshot.save, (tmp_path, 1, model), {}, "save: expected objects to be a mapping, got Sequential"),
-        (snapshot.save_snapshot, (tmp_path, "1", {}), {}, "save_snapshot: expected step to be an integer, got '1'"),
+        (scale_snapshot.save, (tmp_path, 1, model), {}, "save: expected objects to be a mapping, got Sequential"),
+        (
+            scale_snapshot.save_snapshot,
+            (tmp_path, "1", {}),
+            {},
+            "save_snapshot: expected step to be an integer, got '1'",
+        ),
         (scale_core.ShardedGradScaler, (), {"enabled": "false"}, "; write enabled=False"),
         (scale_core.reduce_scatter, (torch.ones(2), scale_core.Group()), {"average": "no"}, "; write average=False"),
         (scale_core.all_reduce, (torch.ones(2), Mock()), {}, "all_reduce: expected group to be a Group, got Mock"),

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from scale_check.simulate import simulate
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_core.simulate import simulate
 
 pytestmark = pytest.mark.local_tensors
 

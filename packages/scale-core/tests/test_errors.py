@@ -48,4 +48,3 @@ def test_errors_travel_between_processes_with_all_that_they_say() -> None:
 
 def test_one_branch_covers_all_that_happens_between_ranks() -> None:
     assert all(issubclass(kind, ScaleDistributedError) for kind in (ContractError, StepError, TransferError))
-    assert not issubclass(errors.SnapshotError, ScaleDistributedError)

@@ -21,9 +21,8 @@ from torch import nn
 from scale_core import fault_points
 from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, exchange, reduce_scatter
 from scale_core.comm.group import group_of
-from scale_core.errors import SnapshotError
-from scale_core.snapshot import snapshot
 from scale_core.testing import RankError, faults, run_ranks, scaled_by_load
+from scale_snapshot import SnapshotError, snapshot
 
 PACKAGES = Path(__file__).parents[2]
 

@@ -19,9 +19,9 @@ from scale_core.consistency.flight_recorder import FlightRecorder, unfinished_on
 from scale_core.errors import recovery_hint
 from scale_core.launch import init_distributed
 from scale_core.launch.rendezvous import open_store
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.testing import run_ranks
 from scale_core.testing.ranks import scaled_by_load
+from scale_snapshot import load_snapshot, save_snapshot
 
 
 def wait_in_different_things() -> dict[int, str]:

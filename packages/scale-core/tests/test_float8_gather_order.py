@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.device.streams import Stream
 from scale_core.flat import buffer as buffer_module
 from scale_core.flat.buffer import DevicePolicy, FlatBuffer
 from scale_core.flat.layout import FlatLayout
-from scale_core.simulate import simulate
 
 
 class CastWeight:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.quantization import collectives
 from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
@@ -19,7 +20,6 @@ from scale_core.quantization.collectives import (
     reduce_scatter_quantized,
 )
 from scale_core.quantization.error_feedback import ErrorFeedback, loss_scale, set_loss_scale
-from scale_core.simulate import simulate
 
 NAMES: tuple[Any, ...] = ("int8", "float8_e4m3", "int4")
 TAG = 1 << 22

@@ -75,7 +75,7 @@ def test_an_older_path_has_the_names_of_the_newer_one(older: str, path: str) -> 
     [
         ("fairscale.experimental.nn", "MEVO", "vocab_parallel_cross_entropy"),
         ("fairscale.experimental.nn.ampnet_pipe.pipe", "AMPnetPipe", "DistributedPipe"),
-        ("fairscale.experimental.wgit", "Repo", "scale_core.snapshot"),
+        ("fairscale.experimental.wgit", "Repo", "scale_snapshot"),
     ],
 )
 def test_what_is_not_offered_is_refused_when_it_is_used(path: str, name: str, instead: str) -> None:

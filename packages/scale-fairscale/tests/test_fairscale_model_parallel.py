@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fairscale.nn.model_parallel as model_parallel
 import fairscale.nn.model_parallel.initialize as fs_init
+import scale_snapshot
 import scale_tp
 from fairscale import _warnings
 from fairscale.nn.model_parallel import cross_entropy, layers, mappings, random, utils
-from scale_core import snapshot
 from scale_core.testing import run_ranks
 
 SIZES = [Sizes(), Sizes(words_divided=True)]
@@ -52,11 +52,11 @@ def on_two_ranks(folder: str) -> list[tuple[Tensor, bool, bool]]:
         logits = model(tokens()).detach()
         loss_of(model).backward()
         saved = Path(folder, f"snapshots {number}")
-        snapshot.save(saved, 1, {"model": model})
+        scale_snapshot.save(saved, 1, {"model": model})
         with torch.no_grad():
             for param in model.parameters():
                 param.zero_()
-        snapshot.load(saved, {"model": model})
+        scale_snapshot.load(saved, {"model": model})
         again = torch.equal(model(tokens()), logits)
         results.append((logits, same, again))
     return results
@@ -72,7 +72,7 @@ def test_two_ranks_load_their_files_compute_what_one_does_and_would_write_the_sa
     state = {name: value.clone() for name, value in plain[0].state_dict().items()}
     for param in plain[0].parameters():
         param.data.zero_()
-    snapshot.load(tmp_path / "snapshots 0", {"model": plain[0]})
+    scale_snapshot.load(tmp_path / "snapshots 0", {"model": plain[0]})
     assert all(torch.equal(plain[0].state_dict()[name], value) for name, value in state.items())
 
 

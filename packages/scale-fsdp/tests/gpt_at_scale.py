@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.simulate import Simulation
-from scale_core.simulate.traffic import Collective
+from scale_check.simulate import Simulation
+from scale_check.simulate.traffic import Collective
 from scale_fsdp import MixedPrecisionPolicy, fully_shard
 
 GIB = 2**30

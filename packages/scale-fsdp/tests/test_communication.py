@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_check.exact import assert_equal
+from scale_check.simulate import simulate
 from scale_core import ShardedGradScaler
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
 from scale_core.hooks.autograd import register_reduced_grad_hook
 from scale_core.quantization.blocks import BlockFormat
-from scale_core.simulate import simulate
 from scale_fsdp import (
     CommunicationPolicy,
     CPUOffloadPolicy,

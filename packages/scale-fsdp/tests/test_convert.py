@@ -9,10 +9,10 @@ from fsdp_parity import noise, sharded
 from torch import nn
 
 from scale_check.exact import assert_equal
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.simulate import simulate
 from scale_fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from scale_fsdp.runtime.unit import units_in
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import scale_snapshot
 from scale_check.exact import assert_equal
-from scale_core import snapshot
 from scale_fsdp import full_optim_state_dict, fully_shard, shard_optim_state_dict
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 16, 8, 2, 6
@@ -187,10 +187,10 @@ def test_a_llama_under_torch_s_plan_trains_as_one_process(checkpointing: bool, t
     plain.layers[0].attention.wq.weight.data.mul_(2)
     differences(model.state_dict(), plain.state_dict())
     # Out and in: a snapshot, and full tensors.
-    snapshot.save(tmp_path, 1, {"model": model, "optimizer": optimizers[1]})
+    scale_snapshot.save(tmp_path, 1, {"model": model, "optimizer": optimizers[1]})
     other = sharded(mesh, seed=5)
     other_optimizer = adamw(other)
-    snapshot.load(tmp_path, {"model": other, "optimizer": other_optimizer})
+    scale_snapshot.load(tmp_path, {"model": other, "optimizer": other_optimizer})
     differences(other.state_dict(), model.state_dict(), atol=0)
     train(plain, optimizers[0], None, range(3, 5))
     train(other, other_optimizer, mesh, range(3, 5))

@@ -12,12 +12,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import sharded_state_dict
 from scale_core.state.validation import StateMismatch
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, ShardedEMA, fully_shard
 from scale_fsdp import ema as ema_module
+from scale_snapshot import load_snapshot, save_snapshot
 
 
 class Model(nn.Module):

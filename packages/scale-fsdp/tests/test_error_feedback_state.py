@@ -11,8 +11,9 @@ import torch
 from fsdp_cases import Net, batch
 from torch import nn
 
+import scale_snapshot
 from scale_check.exact import assert_equal
-from scale_core import ShardedGradScaler, snapshot
+from scale_core import ShardedGradScaler
 from scale_core.comm.group import group_of
 from scale_core.quantization.blocks import BlockFormat
 from scale_core.testing import run_ranks
@@ -57,15 +58,15 @@ def test_a_run_is_resumed_to_the_bit(tmp_path: Path) -> None:
     """Saves after three steps; the run that goes on and the run that is resumed do three more."""
     first = Training()
     first.run(0, 1, 2)
-    snapshot.save(tmp_path, 3, first.objects)
+    scale_snapshot.save(tmp_path, 3, first.objects)
     expected = copy.deepcopy(first.run(3, 4, 5).state_dict())
     second = Training()
     second.run(9)  # Its own errors are replaced.
-    snapshot.load(tmp_path, second.objects)
+    scale_snapshot.load(tmp_path, second.objects)
     assert_equal(second.run(3, 4, 5), expected, "resumed")
     third = Training()
     rest = {name: each for name, each in third.objects.items() if name != "error_feedback"}
-    snapshot.load(tmp_path, rest, only_given=True)
+    scale_snapshot.load(tmp_path, rest, only_given=True)
     with pytest.raises(AssertionError):  # Errors of zero make a difference.
         assert_equal(third.run(3, 4, 5), expected)
 
@@ -74,18 +75,18 @@ def save(folder: Path) -> None:
     """Saves after a step, and loads into other units."""
     first = Training()
     first.run(0)
-    snapshot.save(folder, 1, first.objects)
+    scale_snapshot.save(folder, 1, first.objects)
     with pytest.warns(
         UserWarning, match=r"error feedback of the gradients of 'blocks.0.*begins at zero: it was saved by"
     ):
-        snapshot.load(folder, Training(blocks=False).objects)
+        scale_snapshot.load(folder, Training(blocks=False).objects)
 
 
 def test_in_other_units_or_on_other_ranks_errors_begin_at_zero(tmp_path: Path) -> None:
     run_ranks(save, 2, tmp_path)
     alone = Training()
     with pytest.warns(UserWarning, match=r"and 2 other buffers begins at zero: it was saved by other ranks") as caught:
-        snapshot.load(tmp_path, alone.objects)
+        scale_snapshot.load(tmp_path, alone.objects)
     assert len(caught) == 1
     alone.run(3)
 

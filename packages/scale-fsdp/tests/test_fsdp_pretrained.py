@@ -14,9 +14,9 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 from scale_check.exact import assert_equal
-from scale_core import load_pretrained, save_pretrained
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard_modules, no_split_policy
+from scale_snapshot import load_pretrained, save_pretrained
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 32}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}

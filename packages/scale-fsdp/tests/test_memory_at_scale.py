@@ -8,7 +8,7 @@ from gpt_at_scale import GIB, LAYERS, TOKENS, VOCABULARY, WIDTH, Books, adamw, s
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.simulate import simulate
+from scale_check.simulate import simulate
 from scale_fsdp import fully_shard
 
 pytestmark = pytest.mark.simulation

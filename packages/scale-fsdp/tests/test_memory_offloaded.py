@@ -12,7 +12,7 @@ from gpt_at_scale import GIB, Books, adamw, sharded_gpt, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.simulate import Simulation, simulate
+from scale_check.simulate import Simulation, simulate
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 pytestmark = [

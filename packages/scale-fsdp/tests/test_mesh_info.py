@@ -18,11 +18,11 @@ from scale_check.exact import assert_equal, gather_values
 from scale_core.errors import DivergenceError
 from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state.state_dict import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.uneven_inputs import join
 from scale_fsdp import consolidate_local_state_dicts, full_optim_state_dict, full_state_dict, fully_shard
 from scale_fsdp.runtime.unit import units_in
+from scale_snapshot import load_snapshot, save_snapshot
 
 HYBRID = [
     Case(replicas=2, clip=True, steps=3),

@@ -7,9 +7,9 @@ from gpt_at_scale import GPT, Block, Embed, Head
 from torch import nn
 
 from scale_check.exact import assert_equal, gather_values
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
-from scale_core.simulate import simulate
 from scale_fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
-from scale_core.simulate import simulate
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, StepError, fully_shard
 
 WIDTH = 4

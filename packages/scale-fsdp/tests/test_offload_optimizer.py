@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from scale_check.exact import assert_equal
+from scale_check.simulate import simulate
 from scale_core import compat
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.simulate import simulate
 from scale_fsdp import OffloadOptimizer
 from scale_fsdp.offload.transfer import HostTransfer
 

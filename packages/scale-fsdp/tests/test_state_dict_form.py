@@ -8,7 +8,7 @@ from test_fsdp_state_dict import Model
 from torch import nn
 
 from scale_check.exact import assert_equal
-from scale_core.simulate import simulate
+from scale_check.simulate import simulate
 from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, full_state_dict, fully_shard
 
 

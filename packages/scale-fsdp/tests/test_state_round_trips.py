@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target
 from scale_fsdp import consolidate_local_state_dicts, full_optim_state_dict, shard_optim_state_dict
+from scale_snapshot import load_snapshot, save_snapshot
 
 WORLD = 3
 OPTIMIZERS = {

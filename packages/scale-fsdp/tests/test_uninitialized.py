@@ -8,9 +8,9 @@ from torch import nn
 
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_fsdp import fully_shard, fully_shard_modules, name_policy
+from scale_snapshot import load_snapshot, save_snapshot
 
 
 def deferred(build=layers, **kwargs) -> nn.Module:

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scale_core import clip_grad_norm_, shard_of
 from scale_core.comm.group import Group, GroupLike
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
 from scale_core.testing import run_ranks
@@ -27,6 +26,7 @@ from scale_moe import Balance, Experts, MoE, TokenChoice, average_replicated_gra
 from scale_moe.experts import ExpertSharding
 from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_moe.parallelize import ParallelExperts
+from scale_snapshot import load_snapshot, save_snapshot
 
 DIM, HIDDEN, EXPERTS, STEPS = 5, 7, 3, 5
 RULE = TokenChoice(2, capacity_factor=1.0, drop_order="choice", normalize_kept=True)

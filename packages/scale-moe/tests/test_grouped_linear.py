@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scale_check.simulate import simulate
 from scale_core.comm.group import Group
-from scale_core.simulate import simulate
 from scale_moe import Experts
 from scale_moe import grouped_linear as module
 from scale_moe.grouped_linear import grouped_linear

@@ -20,7 +20,6 @@ import scale_moe.mappings
 from scale_core.comm.group import Group
 from scale_core.comm.work import LIMIT_VARIABLE
 from scale_core.errors import ContractError, TransferError
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
 from scale_core.testing import run_ranks
@@ -33,6 +32,7 @@ from scale_moe import (
     average_replicated_gradients,
     parallelize_experts,
 )
+from scale_snapshot import load_snapshot, save_snapshot
 
 DIM, EXPERTS = 4, 5
 

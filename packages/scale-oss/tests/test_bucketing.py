@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_core.simulate import simulate
+from scale_check.simulate import simulate
 from scale_oss import OSS, ShardedDataParallel
 
 

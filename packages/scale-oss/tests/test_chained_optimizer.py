@@ -17,9 +17,9 @@ from torch.optim.lr_scheduler import ExponentialLR
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_oss import OSS, ShardedDataParallel, SplitOptimizer, split_by
+from scale_snapshot import load_snapshot, save_snapshot
 
 MATRIX: tuple[type[torch.optim.Optimizer], dict[str, Any]] = (
     getattr(torch.optim, "Muon", torch.optim.Adafactor),  # torch has it from 2.9 on

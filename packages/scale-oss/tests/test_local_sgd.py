@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from scale_core import snapshot
+import scale_snapshot
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError
-from scale_core.simulate import simulate
 from scale_core.testing import run_ranks
 from scale_oss import LocalSGD
 
@@ -217,13 +217,13 @@ def saved(folder: str, way: str, resumes: bool) -> list[Tensor]:
     local = BUILDS[way](model, optimizer, sync_every=3)
     objects = {"model": model, "optimizer": optimizer, "local_sgd": local}
     if resumes:
-        snapshot.load(folder, objects)
+        scale_snapshot.load(folder, objects)
     else:
         run(model, optimizer, range(3), rank)
-        snapshot.save(folder, 3, objects)
+        scale_snapshot.save(folder, 3, objects)
     run(model, optimizer, range(3, 7), rank)
     with pytest.raises(RuntimeError, match="1 steps after the last outer step of 3"):
-        snapshot.save(folder, 7, objects)
+        scale_snapshot.save(folder, 7, objects)
     return [param.detach() for param in model.parameters()]
 
 
@@ -242,9 +242,9 @@ def on_three(folder: str) -> None:
     optimizer = adamw(model)
     local = LocalSGD.diloco(model, optimizer, sync_every=3)
     with pytest.raises(Exception, match=r"saved by 2 ranks.*PerRank\(optimizer, resize="):
-        snapshot.load(folder, {"model": model, "optimizer": optimizer, "local_sgd": local})
-    of_any = snapshot.PerRank(optimizer, resize=lambda states, rank, size: states[rank % len(states)])
-    snapshot.load(folder, {"model": model, "optimizer": of_any, "local_sgd": local})
+        scale_snapshot.load(folder, {"model": model, "optimizer": optimizer, "local_sgd": local})
+    of_any = scale_snapshot.PerRank(optimizer, resize=lambda states, rank, size: states[rank % len(states)])
+    scale_snapshot.load(folder, {"model": model, "optimizer": of_any, "local_sgd": local})
     group = group_of()
     whole = {key: torch.zeros(tuple(value.shape)) for key, value in local.state_dict().items() if key != "num_syncs"}
     for key, value in local.state_dict().items():

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import scale_core
+from scale_check.simulate import simulate
 from scale_core.hooks import autograd as hooks
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.simulate import simulate
 from scale_oss import OSS, LocalSGD, ShardedDataParallel
 from scale_oss.reducer import Reducer
 

@@ -21,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
-from scale_core.snapshot import SnapshotError, load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target
 from scale_core.state.param_ownership import ParamSlice
 from scale_core.testing import run_ranks
 from scale_core.tree import tensors_in
 from scale_oss import OSS, ShardedDataParallel
+from scale_snapshot import SnapshotError, load_snapshot, save_snapshot
 
 OPTIMIZERS = {**ELEMENTWISE, **WHOLE}
 CASES = [*itertools.product(OPTIMIZERS, (False, True))]

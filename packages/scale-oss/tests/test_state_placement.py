@@ -8,9 +8,9 @@ import pytest
 import torch
 from oss_cases import Shards, plain_params
 
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
-from scale_core.simulate import simulate
 from scale_oss import OSS
 
 

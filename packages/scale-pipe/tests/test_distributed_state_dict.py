@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from scale_core import load_pretrained, save_pretrained
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe
+from scale_snapshot import load_pretrained, load_snapshot, save_pretrained, save_snapshot
 
 
 def layers(seed: int) -> nn.Sequential:

@@ -14,7 +14,7 @@ import torch
 from pipe_schedules import BUILDERS
 from torch import Tensor, nn
 
-from scale_core.simulate import simulate
+from scale_check.simulate import simulate
 from scale_core.tree import tensors_in
 from scale_pipe import DistributedPipe
 from scale_pipe.distributed import program

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 from scale_core import ShardedGradScaler, clip_grad_norm_, shard_of
 from scale_core.comm.group import Group, group_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.snapshot import load_snapshot, save_snapshot
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
+from scale_snapshot import load_snapshot, save_snapshot
 from scale_tp import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, split_heads
 from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.split import Split

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
-from scale_core.simulate import simulate
 from scale_core.testing.ranks import run_ranks
 from scale_tp import ring_attention, split_sequence
 from scale_tp.attention import ring

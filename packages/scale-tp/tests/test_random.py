@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+import scale_snapshot
 import scale_tp
-from scale_core import snapshot
 from scale_core.comm.group import group_of
-from scale_core.errors import SnapshotError
 from scale_core.testing import run_ranks
+from scale_snapshot import SnapshotError
 from scale_tp import get_cuda_rng_tracker, get_rng_tracker
 from scale_tp.random import RNGStatesTracker
 
@@ -181,7 +181,7 @@ def dropped(folder: Path, resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
     """What dropout leaves in and outside of the stream of each rank, after two steps that are saved."""
     scale_tp.initialize_model_parallel(2)
     scale_tp.model_parallel_manual_seed(8 if resumed else 7)
-    objects = {"random": snapshot.RandomState(), "streams": get_rng_tracker()}
+    objects = {"random": scale_snapshot.RandomState(), "streams": get_rng_tracker()}
 
     def steps(count: int) -> list[Tensor]:
         seen = []
@@ -192,10 +192,10 @@ def dropped(folder: Path, resumed: bool) -> tuple[list[Tensor], dict[str, Any]]:
         return seen
 
     if resumed:
-        snapshot.load(folder, objects)
+        scale_snapshot.load(folder, objects)
     else:
         steps(2)
-        snapshot.save(folder, 2, objects)
+        scale_snapshot.save(folder, 2, objects)
     found = steps(3)
     with pytest.raises(ValueError, match=r"seed .* already exists"):  # The seeds are known, too.
         get_rng_tracker().add("another", 7 + 2718 + group_of().rank)
@@ -213,7 +213,7 @@ def test_a_resumed_training_drops_what_an_uninterrupted_does(tmp_path: Path) -> 
 def test_streams_of_one_rank_are_never_given_to_two(tmp_path: Path) -> None:
     streams = RNGStatesTracker()
     streams.add("own", 3)
-    snapshot.save(tmp_path, 1, {"streams": streams})
+    scale_snapshot.save(tmp_path, 1, {"streams": streams})
     for text in run_ranks(load_streams, 2, tmp_path):
         assert "was saved by 1 ranks, each of which had a state of its own, and there are 2 ranks now" in text
     with pytest.raises(ValueError, match="the streams and seeds that state_dict"):
@@ -222,7 +222,7 @@ def test_streams_of_one_rank_are_never_given_to_two(tmp_path: Path) -> None:
 
 def load_streams(folder: Path) -> str:
     with pytest.raises(SnapshotError) as caught:
-        snapshot.load(folder, {"streams": RNGStatesTracker()})
+        scale_snapshot.load(folder, {"streams": RNGStatesTracker()})
     return str(caught.value)
 
 

@@ -10,9 +10,9 @@ import torch
 from parallelize_cases import gpt2, llama, loss_of, tokens
 from torch import nn
 
-from scale_core import load_pretrained, save_pretrained
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
+from scale_snapshot import load_pretrained, save_pretrained
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.styles import GPT2_PLAN
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import scale_tp
+from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
-from scale_core.simulate import simulate
 
 pytestmark = [
     pytest.mark.simulation,

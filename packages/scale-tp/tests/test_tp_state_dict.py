@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from parallelize_cases import gpt2, llama, loss_of, tokens
 from torch import Tensor, nn
 
+from scale_check.simulate import simulate
 from scale_core import ScaleDistributedError
 from scale_core.comm import collectives
 from scale_core.comm.group import group_of
-from scale_core.simulate import simulate
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.dcp import dcp_target
 from scale_core.testing import run_ranks

@@ -11,10 +11,10 @@ from torch import nn
 
 import scale_tp
 from scale_adascale import AdaScale
+from scale_check.simulate import simulate
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import ShardedGradScaler, clip_grad_norm_
 from scale_core.comm.group import group_of
-from scale_core.simulate import simulate
 from scale_core.testing.host_waits import HostWaits
 from scale_core.testing.ranks import run_ranks
 from scale_fsdp import fully_shard

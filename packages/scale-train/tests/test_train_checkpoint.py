@@ -8,10 +8,10 @@ import safetensors.torch
 import torch
 from lm_trainings import changed, options_for, start, train_to
 
-import scale_core.snapshot.snapshot
+import scale_snapshot.snapshot
 from scale_core.comm.group import Group
-from scale_core.snapshot import NewerSnapshotError
 from scale_core.testing import run_ranks
+from scale_snapshot import NewerSnapshotError
 from scale_train.errors import InputError
 from scale_train.options import Options, RunOptions
 from scale_train.training import checkpoint
@@ -246,7 +246,7 @@ def test_a_full_disk_names_the_checkpoint_that_stays(text, tmp_path, monkeypatch
     training = alone(options_for(text))
     first = save(training, tmp_path)
     train_step(training)
-    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full_disk)
+    monkeypatch.setattr(scale_snapshot.snapshot, "at_stage", full_disk)
     told = r"cannot save step 1 in .*: the disk is full; the last complete .*step-00000000"
     with pytest.raises(InputError, match=told):
         save(training, tmp_path)
@@ -270,7 +270,7 @@ def test_a_save_in_the_background_that_fails_ends_the_training(text, tmp_path, m
     train_step(training)
     save(training, tmp_path)
     training.finish_save()
-    monkeypatch.setattr(scale_core.snapshot.snapshot, "at_stage", full_disk)
+    monkeypatch.setattr(scale_snapshot.snapshot, "at_stage", full_disk)
     told = r"cannot save step 2 in .*: the disk is full; the last complete .*step-00000001"
     with pytest.raises(InputError, match=told), checkpoint.refusing_lost_saves(training, tmp_path):
         train(training, lambda state: save(state, tmp_path))

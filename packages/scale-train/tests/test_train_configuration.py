@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from scale_tools.plan.options import PlanOptions, plan_help_text
 from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions, train
-from scale_train.cli import COMMANDS, main, parse
+from scale_train.cli import main, parse
+from scale_train.commands import installed_commands
 from scale_train.configuration.checks import LIMITS
 from scale_train.configuration.command_line import with_checked_types
 from scale_train.configuration.fields import option_fields
@@ -18,8 +20,6 @@ from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.reference import reference
 from scale_train.configuration.toml_file import read_toml, to_toml, value_of
 from scale_train.errors import InputError
-from scale_train.plan.help import plan_help_text
-from scale_train.plan.options import PlanOptions
 from scale_train.resolve import MAX_RANKS_PER_CORE  # noqa: F401  torch is loaded here, and not by what is tested
 
 EVERYTHING_CHANGED = Options(
@@ -201,8 +201,9 @@ def test_help_names_every_option_and_loads_no_torch():
     assert all(f"  {flag}" in shown for flag in option_fields())
     of_plan = plan_help_text(80)
     assert all(f"  --{each.name.replace('_', '-')} " in of_plan for each in fields(PlanOptions))
-    of_all = overview(COMMANDS.items(), 80)
-    assert all(f"\n  {name} " in of_all for name in COMMANDS)
+    commands = installed_commands()
+    of_all = overview(((name, command.summary) for name, command in commands.items()), 80)
+    assert all(f"\n  {name} " in of_all for name in commands)
     for page in (shown, of_plan, of_all):
         assert max(map(len, page.splitlines())) <= 80 and "None" not in page
     program = (

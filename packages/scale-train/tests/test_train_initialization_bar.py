@@ -6,10 +6,10 @@ from rich.console import Console
 from torch import nn
 
 import scale_train
-from scale_core import load_pretrained, save_pretrained
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
+from scale_snapshot import load_pretrained, save_pretrained
 from scale_train.model import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
 from scale_train.training.parallelize import make_engine, parallel_axes

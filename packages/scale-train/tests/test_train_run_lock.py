@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from program_folder import enter_program_folder
 
-from scale_core.file_lock import Lock
+from scale_snapshot.file_lock import Lock
 from scale_train.cli import main
 from scale_train.errors import InputError
 from scale_train.training import run_lock

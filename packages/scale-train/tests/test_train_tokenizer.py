@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 
-from scale_core import snapshot
+import scale_snapshot
 from scale_core.comm.group import Group
 from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
 from scale_train.cli import main
@@ -90,7 +90,7 @@ def test_bits_per_byte_are_those_of_plain_pytorch(options, capsys):
     )  # fmt: skip
     summary = train_language_model(options, Group())
     weights, text = GPT(gpt_config(options)), read_data(options)
-    snapshot.load(Path("run/checkpoints"), {"model": weights}, only_given=True)
+    scale_snapshot.load(Path("run/checkpoints"), {"model": weights}, only_given=True)
     starts = held_out_starts(len(text.held_out), 8, 0)
     tokens, targets = windows_at(text.held_out, starts, 8)
     nats = functional.cross_entropy(weights(tokens).flatten(0, 1), targets.flatten()).item()
@@ -107,7 +107,7 @@ def test_a_trained_model_is_judged_by_its_own_tokenizer(options, tokenizer, monk
     train_language_model(options, Group())
     home = Path.cwd()
     weights = GPT(gpt_config(options))
-    snapshot.load(Path("run/checkpoints"), {"model": weights}, only_given=True)
+    scale_snapshot.load(Path("run/checkpoints"), {"model": weights}, only_given=True)
     content = read_text([Path("text.jsonl")], open_tokenizer("mine"), text_field="body", held_out_every=1)
     (home / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")

@@ -10,15 +10,11 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `quantization/`: values in 8 or 4 bits, and collectives that send these;
 - `flat/`, `shard`: parameters in one flat buffer, and the shard that a local tensor is;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
-- `state/`, `sharded_module`, `snapshot/`, `pretrained/`, `convert/`: sharded state dicts, modules with parts of
-  parameters, verified checkpoints, weights of Hugging Face,
-  and checkpoints of other programs;
-- `launch/`, `testing/`, `simulate/`: starting ranks, tests on ranks, and one process that simulates a rank of many.
+- `state/`, `sharded_module`: sharded state dicts, and modules with parts of parameters;
+- `launch/`, `testing/`: starting ranks, and tests on ranks.
 """
 
-import importlib
 import logging
-import typing
 
 from scale_core import torch_patches as _torch_patches  # noqa: F401  # It patches torch at the first shard.
 from scale_core.arguments import checked_arguments as _checked
@@ -74,48 +70,21 @@ __all__ = [
     "grad_norm",
     "group_of",
     "join",
-    "load_pretrained",
     "num_parameters",
     "reduce_scatter",
     "register_grad_published_hook",
     "register_local_grad_hook",
     "register_reduced_grad_hook",
-    "save_pretrained",
     "set_shard",
     "shard_of",
 ]
-
-# They need an extra, and torch's checkpoint package, which takes a second to import.
-_LAZY = {
-    "load_pretrained": "scale_core.pretrained.loading",
-    "save_pretrained": "scale_core.pretrained.saving",
-}
-
-
-def __getattr__(name: str) -> typing.Any:
-    """Imports a name of `_LAZY` on first use."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    value.__module__ = __name__
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-if typing.TYPE_CHECKING:
-    from scale_core.pretrained.loading import load_pretrained
-    from scale_core.pretrained.saving import save_pretrained
 
 for _name in (
     *("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"),
     *("full_numel", "full_shape", "shard_of"),
 ):  # The packages call them where they are, in every step.
     globals()[_name] = _checked(globals()[_name])
-for _name in set(__all__) - set(_LAZY):
+for _name in __all__:
     if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
         globals()[_name].__module__ = __name__
 del _name

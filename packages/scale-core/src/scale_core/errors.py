@@ -9,14 +9,14 @@
     |   |   `-- StageError         scale_pipe: the same, with the stage and the micro-batch that failed
     |   `-- TransferError          one collective failed or timed out
     |       `-- P2PError           scale_pipe: one message between two stages failed or timed out
-    |-- SnapshotError              saving or loading failed on all ranks; the group still works
+    |-- SnapshotError              scale_snapshot: saving or loading failed on all ranks; the group still works
     |   |-- DamagedSnapshotError   the files differ from those written
-    |   |-- NewerSnapshotError     a newer version of scale-core wrote it
+    |   |-- NewerSnapshotError     a newer version of scale-snapshot wrote it
     |   `-- ForeignCheckpointError another library wrote it; says which, and how it is converted
     |-- StateMismatch              a state does not fit the model; also a ValueError
     |-- ShardedTensorError         a function needs elements of a tensor that other ranks have
-    |-- UseAfterReleaseError       scale_core.simulate: memory was read after it had been freed
-    |-- RaceError                  scale_core.simulate: two accesses of the same memory have no order
+    |-- UseAfterReleaseError       scale_check.simulate: memory was read after it had been freed
+    |-- RaceError                  scale_check.simulate: two accesses of the same memory have no order
     |-- RankError                  scale_core.testing: a rank ended without a result
     |-- RecomputationError         scale_checkpoint: the recomputed forward differs from the first one
     |-- BudgetError                scale_checkpoint: no plan fits the memory; also a ValueError
@@ -176,22 +176,6 @@ def _reason_of(cause: str, who: str) -> tuple[str, bool]:
 
 class ShardedTensorError(ScaleError):
     """A function of torch needs elements of a tensor that other ranks have; nothing was changed."""
-
-
-class SnapshotError(ScaleError):
-    """Saving or loading failed, on every rank alike; `__cause__` is the original exception."""
-
-
-class DamagedSnapshotError(SnapshotError):
-    """A snapshot is damaged: a checksum, a length or a file differs; nothing was loaded from it."""
-
-
-class NewerSnapshotError(SnapshotError):
-    """A newer version of scale-core wrote the snapshot, in a format that this one does not know; it is left alone."""
-
-
-class ForeignCheckpointError(SnapshotError):
-    """The path has a checkpoint of another library; the message says which, and how it is converted."""
 
 
 def renamed_arguments(**lines: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

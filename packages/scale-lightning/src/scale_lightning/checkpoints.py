@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from scale_core import group_of, snapshot
+import scale_snapshot
+from scale_core import group_of
 from scale_core.comm.collectives import exchange_text
 
 StateDictType = Literal["full", "sharded"]
@@ -58,8 +59,8 @@ def save_sharded(path: Path, step: int, objects: Mapping[str, Any], remainder: A
             path.unlink()
         shutil.rmtree(path / f"step-{step:08d}", ignore_errors=True)
     exchange_text("", group)
-    everything = {**objects, "lightning": snapshot.FromRank0(Remainder(remainder))}
-    snapshot.save(path, step, everything, keep=1)
+    everything = {**objects, "lightning": scale_snapshot.FromRank0(Remainder(remainder))}
+    scale_snapshot.save(path, step, everything, keep=1)
 
 
 def load_sharded(path: Path, objects: Mapping[str, Any], *, weights_only: bool | None, strict: bool = True) -> Any:
@@ -73,6 +74,6 @@ def load_sharded(path: Path, objects: Mapping[str, Any], *, weights_only: bool |
             not fit. Nothing has been loaded then.
     """
     remainder = Remainder(weights_only=weights_only)
-    content = {**objects, "lightning": snapshot.FromRank0(remainder)}
-    snapshot.load(path, content, strict=strict, only_given=True)
+    content = {**objects, "lightning": scale_snapshot.FromRank0(remainder)}
+    scale_snapshot.load(path, content, strict=strict, only_given=True)
     return remainder.value

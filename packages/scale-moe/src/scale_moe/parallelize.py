@@ -52,7 +52,7 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
     rank. Numbers are those of the undivided model, as `MoE` says; gradients too.
 
     Each rank takes its experts out of its own copy, so that all must have the same values, as from one seed or file. On
-    the meta device nothing is copied: load weights afterwards with `scale_core.load_pretrained`.
+    the meta device nothing is copied: load weights afterwards with `scale_snapshot.load_pretrained`.
 
     Args:
         model: On the host, a device or meta. Before it is wrapped and before an optimizer is built.

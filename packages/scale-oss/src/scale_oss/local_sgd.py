@@ -134,7 +134,7 @@ class LocalSGD:
         for bucket in self._buckets:
             bucket.take_changes()
         if inner_state == "maintain":
-            optimizer.is_per_rank = True  # type: ignore[attr-defined]  # `scale_core.snapshot` saves each rank's.
+            optimizer.is_per_rank = True  # type: ignore[attr-defined]  # `scale_snapshot` saves each rank's.
         optimizer.register_step_pre_hook(self._before_inner_step)
         optimizer.register_step_post_hook(self._after_inner_step)
 
@@ -206,7 +206,7 @@ class LocalSGD:
     def state_dict(self) -> dict[str, Any]:
         """The outer state by the parameters' names, each rank's shard of it, as `LocalShard`s.
 
-        `scale_core.snapshot` and `torch.distributed.checkpoint` save it, and load it at any number of ranks.
+        `scale_snapshot` and `torch.distributed.checkpoint` save it, and load it at any number of ranks.
 
         Raises:
             RuntimeError: Between two outer steps, where each rank has other parameters.

@@ -68,7 +68,7 @@ class RNGStatesTracker:
 
     A snapshot takes it as an object with a state on each rank:
 
-        snapshot.save(directory, step, {"model": model, "random": RandomState(), "streams": get_rng_tracker()})
+        scale_snapshot.save(directory, step, {"model": model, "random": RandomState(), "streams": get_rng_tracker()})
     """
 
     is_per_rank = True

@@ -1,7 +1,7 @@
 """Full state dicts of a divided model, under the plain model's names.
 
 In pieces it is saved by `scale_core.state.sharded_state_dict`, which knows each rank's shard from `shard_of`:
-`torch.distributed.checkpoint` and `scale_core.snapshot` write it and read it at any number of ranks. Here are full
+`torch.distributed.checkpoint` and `scale_snapshot` write it and read it at any number of ranks. Here are full
 tensors, for other programs and for a plain model.
 """
 

@@ -131,7 +131,7 @@ class LocalShard(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "one rank's shard of a tensor can't be pickled, as by torch.save: save the state of all ranks by "
-            "torch.distributed.checkpoint.save or scale_core.snapshot.save_snapshot, this rank's tensors alone by "
+            "torch.distributed.checkpoint.save or scale_snapshot.save_snapshot, this rank's tensors alone by "
             "model.local_state_dict(), or full ones from model.state_dict() and "
             "scale_fsdp.full_optim_state_dict(model, optimizer)"
         )

@@ -283,7 +283,7 @@ def _with_own_elements(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict
 
 _WHAT_TO_LOAD = (
     "load on each rank what this rank has saved; or save what loads at any number of ranks: "
-    "scale_core.state.sharded_state_dict(model, optimizer), by scale_core.snapshot.save_snapshot or "
+    "scale_core.state.sharded_state_dict(model, optimizer), by scale_snapshot.save_snapshot or "
     "torch.distributed.checkpoint.save; with scale-fsdp also full_optim_state_dict(model, optimizer), loaded by "
     "optimizer.load_state_dict(shard_optim_state_dict(full, model, optimizer))"
 )

@@ -44,14 +44,13 @@ __all__ = ["RankError", "preload", "run_ranks", "scaled_by_load"]
 
 T = TypeVar("T")
 
-# Imported once in the server. The first step of an optimizer imports torch._dynamo, and a snapshot torch's checkpoint
-# package: a second for each, which otherwise every rank of every call would spend again.
+# Imported once in the server. The first step of an optimizer imports torch._dynamo, and saving imports torch's
+# checkpoint package: a second for each, which otherwise every rank of every call would spend again.
 _PRELOADED = [
     "torch",
     "torch.distributed.checkpoint",
     "torch._dynamo",
     "scale_core.testing.ranks",
-    "scale_core.snapshot.snapshot",
 ]
 # How long the others may take to report, once one rank has failed: what they saw is not what went wrong.
 _GRACE_SECONDS = 1.0

@@ -59,7 +59,7 @@ NOT_OFFERED = {  # By module: of each name why, and what to write.
     "wgit": {
         "Repo": (
             "a store of files has nothing to do with training, and it was never finished",
-            "scale_core.snapshot for versions of a run's state, or git-lfs or dvc for files",
+            "scale_snapshot for versions of a run's state, or git-lfs or dvc for files",
         ),
         "SignalSparsity": ("it was never finished", "torch.fft and torch.topk on the tensor"),
     },

@@ -16,7 +16,7 @@ class ErrorFeedbackState:
     """The rounding errors of each rank's gradients, which the next step adds, to be saved and loaded.
 
         objects = {"model": model, "optimizer": optimizer, "error_feedback": ErrorFeedbackState(model)}
-        snapshot.save(folder, step, objects)
+        scale_snapshot.save(folder, step, objects)
 
     With it a run goes on to the bit at the same number of ranks. At another number, or where units or the ranks of a
     node are others, errors begin at zero, with one warning: an error belongs to the messages of its rank.
@@ -32,7 +32,7 @@ class ErrorFeedbackState:
         ValueError: It has none.
     """
 
-    is_per_rank = True  # To `scale_core.snapshot.save`
+    is_per_rank = True  # To `scale_snapshot.save`
     starts_over = True  # At another number of ranks
 
     def __init__(self, model: nn.Module) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from scale_core import load_pretrained, save_pretrained
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import fingerprint_of
-from scale_core.errors import SnapshotError
-from scale_core.pretrained.materialize import materialize
+from scale_snapshot import SnapshotError, load_pretrained, save_pretrained
+from scale_snapshot.pretrained.materialize import materialize
 from scale_train.errors import InputError
 from scale_train.huggingface.config import config_file, has_weights, read_config
 from scale_train.tokenizer import FileTokenizer, Tokenizer

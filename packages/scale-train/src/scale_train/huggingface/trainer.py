@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
 
-from scale_core import snapshot
+import scale_snapshot
 from scale_fsdp import FSDPModule, full_state_dict, fully_shard_modules, no_split_policy
 from scale_oss import OSS, ShardedDataParallel
 
@@ -160,13 +160,13 @@ class ScaleTrainerMixin(_Base):
         if self.is_world_process_zero() and folder.exists():
             shutil.rmtree(folder)  # of an earlier run: a snapshot is never replaced
         _barrier()
-        snapshot.save(folder, self.state.global_step, self._objects())
+        scale_snapshot.save(folder, self.state.global_step, self._objects())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         if Path(checkpoint, _SNAPSHOTS).is_dir():
-            snapshot.load(Path(checkpoint, _SNAPSHOTS), self._objects())
+            scale_snapshot.load(Path(checkpoint, _SNAPSHOTS), self._objects())
             return
         if self.sharding == "fsdp" and Path(checkpoint, "optimizer.pt").exists():
             raise ValueError(

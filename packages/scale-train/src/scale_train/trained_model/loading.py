@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from scale_core import load_pretrained, snapshot
+import scale_snapshot
 from scale_core.comm.group import Group
-from scale_core.errors import SnapshotError
-from scale_core.pretrained.materialize import materialize
-from scale_core.snapshot import latest_snapshot
-from scale_core.snapshot.format.metadata import read_manifest
-from scale_core.snapshot.read_lock import ReadLock
-from scale_core.snapshot.state_codec import decode_extra
+from scale_snapshot import SnapshotError, latest_snapshot, load_pretrained
+from scale_snapshot.format.metadata import read_manifest
+from scale_snapshot.format.state_codec import decode_extra
+from scale_snapshot.pretrained.materialize import materialize
+from scale_snapshot.read_lock import ReadLock
 from scale_train.errors import InputError
 from scale_train.huggingface.config import has_weights, number_in, read_config
 from scale_train.huggingface.model import build_on_meta
@@ -111,7 +110,7 @@ def _of_checkpoint(point: Path) -> TrainedModel:
     else:
         model = GPT(ModelConfig(**facts))
     step = int(point.name.removeprefix("step-"))
-    snapshot.load(point.parent, {"model": model}, step=step, only_given=True, process_group=Group())
+    scale_snapshot.load(point.parent, {"model": model}, step=step, only_given=True, process_group=Group())
     return TrainedModel(
         model.eval(),
         extra.get("tokenizer", BYTE),

@@ -25,13 +25,13 @@ from typing import Any
 
 from torch import nn
 
-from scale_core import snapshot
+import scale_snapshot
 from scale_core.consistency.all_ranks import CollectiveCall, Progress
 from scale_core.shard import full_shape
-from scale_core.snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot
-from scale_core.snapshot.foreign import recognize
-from scale_core.snapshot.format.metadata import JSON, read_manifest
-from scale_core.snapshot.state_codec import decode_extra
+from scale_snapshot import DamagedSnapshotError, SnapshotError, latest_snapshot
+from scale_snapshot.foreign import recognize
+from scale_snapshot.format.metadata import JSON, read_manifest
+from scale_snapshot.format.state_codec import decode_extra
 from scale_train.errors import InputError, reason_of
 from scale_train.huggingface.model import config_facts
 from scale_train.model_config import ModelConfig
@@ -61,10 +61,12 @@ def save(training: TrainState, folder: Path) -> Path:
         training.finish_save()
         group, extra = training.group, checkpoint_metadata(training)
         if training.options.run.async_save and not training.is_over:
-            training.saving = snapshot.async_save(folder, training.step, objects, process_group=group, extra=extra)
+            training.saving = scale_snapshot.async_save(
+                folder, training.step, objects, process_group=group, extra=extra
+            )
             path = training.saving.path
         else:
-            path = snapshot.save(folder, training.step, objects, process_group=group, extra=extra)
+            path = scale_snapshot.save(folder, training.step, objects, process_group=group, extra=extra)
             training.checkpoint = path
     training.saved_step = training.step
     return path
@@ -130,7 +132,7 @@ def load(training: TrainState, point: Path) -> None:
     objects = {"model": _saved_model(training), "optim": optimizer}
     try:
         check_is_of_this_training(training, point)
-        loaded = snapshot.load(point.parent, objects, step=_step_of(point), process_group=training.group)
+        loaded = scale_snapshot.load(point.parent, objects, step=_step_of(point), process_group=training.group)
     except SnapshotError as error:
         cause = error.__cause__
         reason = error if cause is None or isinstance(error, DamagedSnapshotError) else cause

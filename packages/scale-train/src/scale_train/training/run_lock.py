@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from scale_core.file_lock import Lock, try_lock
+from scale_snapshot.file_lock import Lock, try_lock
 from scale_train.errors import InputError
 
 FILE = "run.lock"

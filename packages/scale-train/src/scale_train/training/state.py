@@ -15,7 +15,7 @@ from torch import nn
 from scale_adascale import AdaScale
 from scale_core.comm.group import Group
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.snapshot import AsyncSave
+from scale_snapshot import AsyncSave
 from scale_train.data import Sampler, Text
 from scale_train.huggingface.model import TransformersSource
 from scale_train.model import GPT

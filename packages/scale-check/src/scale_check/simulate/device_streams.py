@@ -1,0 +1,302 @@
+"""Streams, events and worker threads of the simulated accelerator, with the methods of CUDA's.
+
+Nothing runs beside anything else here: each operation is done when its call returns, and a worker's task when it is
+submitted. But where a simulation looks for races, everything that orders work on a real device (events, waits of
+streams, waits of the host, results of threads) moves the clocks of `happens_before`. Without it nothing does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar, cast
+
+import torch
+
+from scale_check.simulate.happens_before import Clock, Frames, WorkQueue
+from scale_core.device.streams import InlineExecutor
+
+T = TypeVar("T")
+
+_POLLS = 100
+"""So often an event may be asked for without a wait; then it has happened, and a loop of a program ends."""
+
+_MAX_FRAMES = 3
+_TORCH, _HERE, _LIBRARY = (str(Path(file).parent) for file in (torch.__file__, __file__, functools.__file__))
+_numbers = itertools.count(1)
+
+
+class StreamOrder:
+    """The clocks of one simulation: of its streams, its communicators and its host threads."""
+
+    active: StreamOrder | None = None
+    """That of the simulation that runs now, if it looks for races."""
+
+    def __init__(self) -> None:
+        self.thread = WorkQueue("the main thread", "thread")
+        self.communicators: dict[object, WorkQueue] = {}
+        self._streams: dict[int, WorkQueue] = {}
+
+    @contextmanager
+    def activated(self) -> Iterator[None]:
+        """Inside, streams and events of the simulated device move these clocks."""
+        StreamOrder.active = self
+        try:
+            yield
+        finally:
+            StreamOrder.active = None
+
+    def stream(self, stream: SimulatedStream | None = None) -> WorkQueue:
+        """The queue of a stream, or of the current one, after all that the current host thread has seen.
+
+        The host launches what comes next there.
+        """
+        stream = current_stream() if stream is None else stream
+        queue = self._streams.get(stream.stream_id)
+        if queue is None:
+            queue = self._streams[stream.stream_id] = WorkQueue(
+                getattr(stream, "title", f"stream {stream.stream_id}")  # An operator gets torch's own class.
+            )
+        queue.wait(self.thread.clock)
+        return queue
+
+    def communicator(self, key: object, name: str) -> WorkQueue:
+        """The queue of a communicator."""
+        if key not in self.communicators:
+            self.communicators[key] = WorkQueue(name, "communicator")
+        return self.communicators[key]
+
+    def synchronize(self) -> None:
+        """The host waits for the device."""
+        for queue in (*self._streams.values(), *self.communicators.values()):
+            self.thread.wait(queue.clock)
+
+    @contextmanager
+    def in_thread(self, thread: WorkQueue) -> Iterator[None]:
+        """Inside, another host thread runs, which starts after what this one has seen."""
+        thread.wait(self.thread.clock)
+        caller, self.thread = self.thread, thread
+        try:
+            yield
+        finally:
+            self.thread = caller
+
+
+class SimulatedStream(torch.Stream):
+    """A stream of the simulated device."""
+
+    title: str
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> SimulatedStream:  # noqa: PYI034
+        device_type = int(cast(Any, torch._C)._autograd.DeviceType.PrivateUse1)
+        make: Any = super().__new__
+        stream: SimulatedStream = make(cls, stream_id=next(_numbers), device_index=0, device_type=device_type)
+        return stream
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        made = frames()
+        number = self.stream_id
+        self.title = f"side stream {number}{f' (made at {text_of(made[:1])})' if made else ''}"
+
+    def wait_stream(self, stream: Any) -> None:
+        if (order := StreamOrder.active) is not None:
+            order.stream(self).wait(order.stream(stream).clock)
+
+    def wait_event(self, event: Any) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = SimulatedEvent() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        has_ended: bool = self.record_event().query()
+        return has_ended
+
+
+class SimulatedEvent:
+    """A point in the work of a stream."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._clock: Clock = {}
+        self._polls = 0
+
+    def record(self, stream: Any = None) -> None:
+        if (order := StreamOrder.active) is not None:
+            self._clock, self._polls = order.stream(stream).now(), 0
+
+    def wait(self, stream: Any = None) -> None:
+        if (order := StreamOrder.active) is not None:
+            order.stream(stream).wait(self._clock)
+
+    def synchronize(self) -> None:
+        if (order := StreamOrder.active) is not None:
+            order.thread.wait(self._clock)
+
+    def query(self) -> bool:
+        """Whether the host has waited for it, through whatever it may be; it is as late as it can be."""
+        if (order := StreamOrder.active) is None:
+            return True
+        self._polls += 1
+        if self._polls > _POLLS:
+            self.synchronize()
+        clock = order.thread.clock
+        return all(clock.get(queue, 0) >= count for queue, count in self._clock.items())
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+class SimulatedWorker(InlineExecutor):
+    """A host thread that works beside the others, in the order of its tasks; who takes a result has waited for it.
+
+    A task runs when it is submitted, but may be as late as the first that takes its result, or that of a later task: so
+    what the task was given lives until then.
+    """
+
+    def __init__(self) -> None:
+        self._begin(None)
+
+    def _begin(self, order: StreamOrder | None) -> None:
+        self._order = order  # Of the simulation that this is for; the worker itself may outlive it
+        self._thread = WorkQueue("a worker thread", "thread")
+        self._tasks: list[tuple[_OrderedFuture[Any], Any]] = []  # Whose results nobody has waited for
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        order = StreamOrder.active
+        if order is not self._order:
+            self._begin(order)
+        if order is None:
+            return super().submit(fn, *args, **kwargs)
+        future: _OrderedFuture[T] = _OrderedFuture(self)
+        self._tasks.append((future, (fn, args, kwargs)))
+        with order.in_thread(self._thread), on_stream(_default):
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                future.set_exception(error)
+        future.end = self._thread.now()
+        return future
+
+    def join(self, future: _OrderedFuture[Any]) -> None:
+        """Makes the current host thread wait for a task, and so for those before it."""
+        if (order := self._order) is None or order is not StreamOrder.active:
+            return
+        order.thread.wait(future.end)
+        ends = next((index + 1 for index, (other, _) in enumerate(self._tasks) if other is future), 0)
+        with order.in_thread(self._thread):  # It is the one that drops them.
+            del self._tasks[:ends]
+
+
+class _OrderedFuture(Future[T]):
+    """The result of a task of a simulated worker."""
+
+    end: Clock
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        super().__init__()
+        self._worker, self.end = worker, {}
+
+    def result(self, timeout: float | None = None) -> T:
+        self._worker.join(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._worker.join(self)
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        self._worker.join(self)
+        return super().done()
+
+
+def current_stream(device: Any = None) -> SimulatedStream:
+    """The stream that takes what is computed now."""
+    return _current[-1]
+
+
+def default_stream(device: Any = None) -> SimulatedStream:
+    """The stream that takes what is computed outside of all others."""
+    return _default
+
+
+@contextmanager
+def on_stream(stream: SimulatedStream | None) -> Iterator[None]:
+    """Inside, what is computed goes to a stream; None changes nothing, as in `torch.cuda.stream`."""
+    _current.append(_current[-1] if stream is None else stream)
+    try:
+        yield
+    finally:
+        _current.pop()
+
+
+def set_stream(stream: SimulatedStream) -> None:
+    """From now on, what is computed goes to a stream."""
+    _current[-1] = stream
+
+
+@contextmanager
+def in_backward_thread() -> Iterator[None]:
+    """Inside, a thread runs that the caller of a backward pass waits for."""
+    order = StreamOrder.active
+    if order is None:
+        yield
+        return
+    thread, caller = WorkQueue("the thread of the backward pass", "thread"), order.thread
+    try:
+        with order.in_thread(thread):
+            yield
+    finally:
+        caller.wait(thread.clock)
+
+
+def frames() -> Frames:
+    """The lines of code that have led here, the innermost first: not those of torch and of the simulation."""
+    found: list[tuple[str, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < _MAX_FRAMES:
+        if _is_shown(name := frame.f_code.co_filename):
+            found.append((name, frame.f_lineno))
+        frame = frame.f_back
+    return tuple(found)
+
+
+@functools.cache
+def _is_shown(file: str) -> bool:
+    if file.startswith((_TORCH, _HERE, "<frozen", "<string>")):
+        return False
+    return not file.startswith(_LIBRARY) or "site-packages" in file
+
+
+def text_of(lines: Frames) -> str:
+    """Lines of code as text: the innermost, and those that have called it."""
+    places = [f"{'/'.join(Path(name).parts[-2:])}:{number}" for name, number in lines]
+    return ", called from ".join(places) or "an unknown line"
+
+
+def _make_default() -> SimulatedStream:
+    stream = SimulatedStream()
+    stream.title = "the default stream"
+    return stream
+
+
+_default: SimulatedStream
+_current: list[SimulatedStream]
+
+
+@functools.cache
+def prepare() -> None:
+    """Makes the default stream, once the device type is registered."""
+    global _default, _current
+    _default = _make_default()
+    _current = [_default]

@@ -1,0 +1,489 @@
+"""races.py: what has no order is found, with its lines; what has one is not."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from scale_check.simulate import Race, RaceError, simulate
+from scale_check.simulate.device_streams import SimulatedStream
+from scale_core import compat
+from scale_core.device.streams import copy_to, stream_for, worker_for
+from scale_snapshot.staging import copy_to_host
+
+pytestmark = [
+    pytest.mark.simulation,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator"),
+]
+
+SIM = torch.device("privateuseone", 0)  # "sim", before there was a simulation
+
+
+def races_of(program: Callable[[], object]) -> list[Race]:
+    with simulate(world_size=4, device="sim", races="collect") as simulation:
+        program()
+    return simulation.races
+
+
+def accelerator() -> Any:
+    return torch.get_device_module("sim")
+
+
+def ones() -> Tensor:
+    return torch.ones(64, device="sim")
+
+
+def side_stream() -> Any:
+    """A stream that has seen all that was launched so far."""
+    stream = accelerator().Stream()
+    stream.wait_stream(accelerator().current_stream())
+    return stream
+
+
+# Programs with a race, one each; the same with the wait that it lacks.
+
+
+def read_of_what_a_side_stream_writes(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x.mul_(2)
+    if ordered:
+        accelerator().current_stream().wait_stream(side)
+    x.sum()
+    side.synchronize()
+
+
+def write_of_what_a_side_stream_reads(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x.sum()
+        read = side.record_event()
+    if ordered:
+        read.wait()
+    x.mul_(2)
+    side.synchronize()
+
+
+def side_stream_that_does_not_wait_for_its_caller(ordered: bool) -> None:
+    x, side = ones(), accelerator().Stream()
+    if ordered:
+        side.wait_event(accelerator().current_stream().record_event())
+    with accelerator().stream(side):
+        x.sum()
+    side.synchronize()
+
+
+def memory_of_another_stream(ordered: bool) -> None:
+    side = accelerator().Stream()
+    memory = torch.empty(
+        64, device="sim"
+    )  # Nothing was written there, but kernels may still use what was there before.
+    if ordered:
+        side.wait_stream(accelerator().current_stream())
+    with accelerator().stream(side):
+        memory.fill_(1)
+    side.synchronize()
+
+
+def end_of_a_tensor_that_a_side_stream_reads(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x.sum()
+        if ordered:
+            x.record_stream(side)
+    del x
+    ones()
+    side.synchronize()
+
+
+def release_of_memory_that_a_side_stream_reads(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x.sum()
+    if ordered:
+        accelerator().current_stream().wait_stream(side)
+    x.untyped_storage().resize_(0)
+    ones()
+    side.synchronize()
+
+
+def host_that_reads_a_copy_on_its_way(ordered: bool) -> None:
+    copy = ones().to("cpu", non_blocking=True)
+    if ordered:
+        accelerator().synchronize()
+    copy.sum()
+
+
+def host_that_rewrites_what_is_copied_from_it(ordered: bool) -> None:
+    source = torch.ones(64, pin_memory=True)
+    source.to("sim", non_blocking=True)
+    if ordered:
+        accelerator().current_stream().record_event().synchronize()
+    source.zero_()
+
+
+def result_of_a_collective_that_nobody_waited_for(ordered: bool) -> None:
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    if ordered:
+        work.wait()
+    x.sum()
+    work.wait()
+
+
+def input_of_a_collective_that_is_rewritten(ordered: bool) -> None:
+    x, output = ones(), torch.empty(256, device="sim")
+    work: Any = compat.all_gather_single(output, x, dist.distributed_c10d._get_default_group())
+    if ordered:
+        work.wait()
+    x.zero_()
+    work.wait()
+
+
+def input_of_a_collective_that_is_released(ordered: bool) -> None:
+    x, output = ones(), torch.empty(256, device="sim")
+    work: Any = compat.all_gather_single(output, x, dist.distributed_c10d._get_default_group())
+    if ordered:
+        work.wait()
+    x.untyped_storage().resize_(0)
+    ones()
+    work.wait()
+
+
+def collective_beside_the_stream_that_writes_its_input(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x.mul_(2)
+    if ordered:
+        accelerator().current_stream().wait_stream(side)
+    dist.all_reduce(x)
+    side.synchronize()
+
+
+def result_of_a_collective_in_a_stream_that_did_not_wait(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    if ordered:
+        side.wait_stream(accelerator().current_stream())
+    with accelerator().stream(side):
+        x.sum()
+    side.synchronize()
+
+
+def functional_collective_that_is_read_too_early(ordered: bool) -> None:
+    x = ones()
+    total = torch.ops._c10d_functional.all_reduce(x, "sum", dist.distributed_c10d._get_default_group().group_name)
+    if ordered:
+        total = torch.ops._c10d_functional.wait_tensor(total)
+    total.sum()
+    functional.wait_tensor(total)
+
+
+def sent_tensor_that_is_rewritten(ordered: bool) -> None:
+    x = ones()
+    work = dist.isend(x, 1)
+    assert work is not None
+    if ordered:
+        work.wait()
+    x.zero_()
+    work.wait()
+
+
+def received_tensor_that_is_read_too_early(ordered: bool) -> None:
+    x = torch.empty(64, device="sim")
+    (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])
+    if ordered:
+        work.wait()
+    x.sum()
+    work.wait()
+
+
+def host_memory_that_a_worker_writes(ordered: bool) -> None:
+    memory = torch.zeros(64)
+    future = worker_for(SIM).submit(lambda: memory.add_(1))
+    if ordered:
+        future.result()
+    memory.sum()
+    future.result()
+
+
+PROGRAMS = [
+    read_of_what_a_side_stream_writes,
+    write_of_what_a_side_stream_reads,
+    side_stream_that_does_not_wait_for_its_caller,
+    memory_of_another_stream,
+    end_of_a_tensor_that_a_side_stream_reads,
+    release_of_memory_that_a_side_stream_reads,
+    host_that_reads_a_copy_on_its_way,
+    host_that_rewrites_what_is_copied_from_it,
+    result_of_a_collective_that_nobody_waited_for,
+    input_of_a_collective_that_is_rewritten,
+    input_of_a_collective_that_is_released,
+    collective_beside_the_stream_that_writes_its_input,
+    result_of_a_collective_in_a_stream_that_did_not_wait,
+    functional_collective_that_is_read_too_early,
+    sent_tensor_that_is_rewritten,
+    received_tensor_that_is_read_too_early,
+    host_memory_that_a_worker_writes,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_missing_wait_is_found_and_a_wait_is_enough(program: Callable[[bool], None]) -> None:
+    assert len(races_of(lambda: program(False))) == 1
+    assert races_of(lambda: program(True)) == []
+
+
+# Programs without a race.
+
+
+def release_to_a_stream_that_waits_before_it_allocates() -> None:
+    side = accelerator().Stream()
+    with accelerator().stream(side):
+        x = ones()
+    accelerator().current_stream().wait_stream(side)
+    x.mul_(2)
+    del x
+    side.wait_stream(accelerator().current_stream())
+    with accelerator().stream(side):
+        ones()
+
+
+def disjoint_views() -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x[:32].mul_(2)
+        x[40:40].mul_(2)
+    x[32:].mul_(2)
+    side.synchronize()
+
+
+def two_reads() -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x.sum()
+    x.sum()
+    side.synchronize()
+
+
+def waits_through_another_stream() -> None:
+    x, first, second = ones(), side_stream(), side_stream()
+    with accelerator().stream(first):
+        x.mul_(2)
+    second.wait_stream(first)
+    accelerator().current_stream().wait_stream(second)
+    x.sum()
+
+
+def waits_of_the_host() -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x.mul_(2)
+    side.synchronize()
+    x.sum()  # Launched after the host has seen that the other stream is done.
+
+
+def values_that_the_host_has_read() -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        total = x.mul_(2).sum()
+        compat.values_of(total.view(1), simulated=[0.0])
+    x.sum()
+
+
+def pinned_memory_that_ends_while_it_is_copied() -> None:
+    torch.ones(64, pin_memory=True).to("sim", non_blocking=True)
+
+
+def memory_that_is_not_pinned_is_waited_for() -> None:
+    memory = torch.ones(64)
+    memory.to("sim", non_blocking=True)
+    memory.copy_(ones(), non_blocking=True)
+    memory.sum()
+
+
+def input_of_a_collective_that_ends() -> None:
+    output = torch.empty(256, device="sim")
+    work: Any = compat.all_gather_single(output, ones(), dist.distributed_c10d._get_default_group())
+    work.wait()
+
+
+def transfers_one_after_the_other() -> None:
+    x = ones()
+    works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
+    assert works[-1] is not None
+    works[-1].wait()
+    x.sum()
+
+
+def a_loop_that_polls_an_event() -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        x.mul_(2)
+    event = side.record_event()
+    while not event.query():
+        pass
+    x.sum()
+
+
+def a_copy_that_outlives_its_source() -> None:
+    stream = stream_for(SIM)
+    copy = copy_to(ones(), torch.device("cpu"), stream)
+    stream.record().synchronize()
+    copy.sum()
+
+
+def a_state_that_is_copied_for_a_snapshot() -> None:
+    state = {"weight": ones(), "moment": ones()}
+    copies = copy_to_host(state)
+    state["weight"].mul_(2)
+    worker_for(SIM).submit(lambda: copies["weight"].sum()).result()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        release_to_a_stream_that_waits_before_it_allocates,
+        disjoint_views,
+        two_reads,
+        waits_through_another_stream,
+        waits_of_the_host,
+        values_that_the_host_has_read,
+        pinned_memory_that_ends_while_it_is_copied,
+        memory_that_is_not_pinned_is_waited_for,
+        input_of_a_collective_that_ends,
+        transfers_one_after_the_other,
+        a_loop_that_polls_an_event,
+        a_copy_that_outlives_its_source,
+        a_state_that_is_copied_for_a_snapshot,
+    ],
+)
+def test_what_has_an_order_is_no_race(program: Callable[[], None]) -> None:
+    assert races_of(program) == []
+
+
+def train_torchs_fsdp(replicates: bool = False, **options: Any) -> list[Race]:
+    with simulate(world_size=4, device="sim", races="collect") as simulation:
+        with simulation.aside():
+            shape = (2, 2) if replicates else (4,)
+            mesh = init_device_mesh("sim", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        with torch.device("sim"):
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for layer in model:
+            torch_fully_shard(layer, mesh=mesh, **options)
+        torch_fully_shard(model, mesh=mesh, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        for _ in range(3):
+            model(torch.randn(2, 64, device="sim")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return simulation.races
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, {"replicates": True}],
+    ids=["fp32", "bf16", "hybrid"],
+)
+def test_fsdp2_of_torch_has_no_race(options: dict[str, Any]) -> None:
+    assert train_torchs_fsdp(**options) == []
+
+
+def test_fsdp2_of_torch_without_its_waits_has_races(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedStream, "wait_stream", lambda *_: None)
+    waits_left_out = train_torchs_fsdp()
+    monkeypatch.undo()
+    monkeypatch.setattr(SimulatedStream, "wait_event", lambda *_: None)
+    assert waits_left_out and train_torchs_fsdp()
+
+
+def test_an_error_names_both_lines_both_streams_and_the_wait() -> None:
+    lines, first = inspect.getsourcelines(read_of_what_a_side_stream_writes)
+    place = {word: first + next(i for i, line in enumerate(lines) if word in line) for word in ("mul_", "sum", "ones")}
+    with pytest.raises(RaceError) as caught, simulate(device="sim", races=True):
+        read_of_what_a_side_stream_writes(False)
+    race = caught.value.race
+    assert race.earlier.startswith("aten::mul_.Tensor writes on side stream")
+    assert f"test_races.py:{place['mul_']}," in race.earlier
+    assert race.later.startswith(f"aten::sum reads on the default stream: tests/test_races.py:{place['sum']},")
+    assert race.memory == f"256 bytes, allocated by the default stream at tests/test_races.py:{ones_line()}"
+    assert race.missing.startswith(f"Before tests/test_races.py:{place['sum']}, make the default stream wait")
+    assert all(part in str(caught.value) for part in race)
+    assert caught.traceback[-1].frame.code.name != "close"  # Raised where it happens, not at the end.
+    assert any(entry.lineno + 1 == place["sum"] for entry in caught.traceback)
+
+
+def ones_line() -> int:
+    return inspect.getsourcelines(ones)[1] + 1
+
+
+def test_a_race_at_the_end_of_a_tensor_is_raised_all_the_same() -> None:
+    with pytest.raises(RaceError, match="released by the end of its last tensor"), simulate(device="sim", races=True):
+        end_of_a_tensor_that_a_side_stream_reads(False)
+
+
+def test_a_race_that_a_program_suppresses_is_raised_at_the_end() -> None:
+    with pytest.raises(RaceError), simulate(device="sim", races=True), suppress(RuntimeError):
+        read_of_what_a_side_stream_writes(False)
+
+
+def test_one_pair_of_lines_is_one_race() -> None:
+    def program() -> None:
+        for _ in range(3):
+            read_of_what_a_side_stream_writes(False)
+
+    assert len(races_of(program)) == 1
+
+
+def test_the_host_alone_has_no_races_to_look_for() -> None:
+    with pytest.raises(ValueError, match="device='sim', races=True"), simulate(races=True):
+        pass
+    with pytest.raises(ValueError, match="device='sim'"), simulate(backward_thread=True):
+        pass
+
+
+def test_without_races_an_event_has_happened_at_once() -> None:
+    with simulate(device="sim") as simulation:
+        read_of_what_a_side_stream_writes(False)
+        assert side_stream().record_event().query()
+    assert simulation.races == []
+
+
+@pytest.mark.parametrize("races", [False, True])
+def test_a_backward_pass_runs_in_a_thread_of_its_own(races: bool) -> None:
+    threads: list[str] = []
+    with simulate(device="sim", races=races, backward_thread=True) as simulation:
+        x = torch.ones(8, device="sim", requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda grad: threads.append(threading.current_thread().name))
+        y.sum().backward()
+        assert x.grad is not None and compat.is_fake(x.grad)
+        x.grad.mul_(2)  # The caller has waited for the pass.
+        assert simulation.current_bytes > 0
+    assert threads == ["simulated backward"]
+
+
+def test_an_error_in_the_thread_of_a_backward_pass_comes_out() -> None:
+    def fail(_: Tensor) -> None:
+        raise KeyError("hook")
+
+    with simulate(device="sim", backward_thread=True):
+        x = torch.ones(8, device="sim", requires_grad=True)
+        x.register_hook(fail)
+        with pytest.raises(KeyError, match="hook"):
+            (x * 2).sum().backward()

@@ -1,0 +1,443 @@
+"""What one rank holds, computes and sends in a step: the real training step on tensors without memory.
+
+The second step is counted, since AdamW makes its state in the first. Of a pipeline the first and the last rank, and the
+one with the most blocks times live micro-batches, run the schedule's own order of computations on their own stages: the
+highest peak and the longest step count. What they exchange is added up from the shapes. DistributedDataParallel itself
+can't run without data: in its place each gradient goes into a buffer that stays from step to step, as its buckets do,
+and is reduced there as soon as it is there.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from scale_check.simulate import Simulation, simulate
+from scale_check.simulate.memory import Memory
+from scale_checkpoint import apply_checkpointing
+from scale_checkpoint.wrapper import How
+from scale_core.comm.group import Group, group_of
+from scale_core.optim.grad_scaler import ShardedGradScaler
+from scale_core.shard import full_numel
+from scale_core.tree import map_tensors, tensors_in
+from scale_fsdp import plan_units
+from scale_moe import Experts
+from scale_oss import OSS, ShardedDataParallel
+from scale_pipe import split
+from scale_pipe.schedules.action import Kind
+from scale_pipe.schedules.registry import get_schedule
+from scale_pipe.schedules.schedule import Schedule
+from scale_pipe.schedules.simulation import peak_live
+from scale_pipe.schedules.simulation import simulate as simulate_schedule
+from scale_tools.plan.model import Built, PlannedModel
+from scale_tools.plan.options import PlanOptions
+from scale_tools.plan.step_time import StepWork, rates_of, step_seconds
+from scale_tools.plan.strategies import Strategy
+from scale_tp import context_parallel, parallelize, position_ids, split_sequence
+from scale_train.errors import InputError
+from scale_train.options import ParallelOptions
+from scale_train.training.parallelize import (
+    COMPUTE_DTYPES,
+    MeshAxes,
+    parallel_axes,
+    shard_stage,
+    shard_units,
+    sharding_of,
+)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+# torch's counter knows the attention kernels of GPUs; these are the same on the host.
+_FLOPS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one rank needs with a strategy.
+
+    Attributes:
+        strategy: The way to train.
+        peak_by_kind: Bytes of the device at its peak, by what they are for.
+        host_peak_by_kind: Likewise of the host, where something is kept there.
+        bytes_sent: Bytes that the rank sends in a step, by collective.
+        work: What the time of a step follows from.
+        at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
+            nothing more was looked at.
+        problem: Why the model can't be trained so; "" where it can.
+    """
+
+    strategy: Strategy
+    peak_by_kind: dict[str, int] = field(default_factory=dict)
+    host_peak_by_kind: dict[str, int] = field(default_factory=dict)
+    bytes_sent: dict[str, int] = field(default_factory=dict)
+    work: StepWork | None = None
+    at_least_bytes: int = 0
+    problem: str = ""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of the device, or what is known to be needed at least."""
+        return sum(self.peak_by_kind.values()) or self.at_least_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes of the host, for one rank."""
+        return sum(self.host_peak_by_kind.values())
+
+
+def least_bytes(strategy: Strategy, num_params: int) -> int:
+    """Returns the bytes of fp32 parameters, gradients and AdamW's state of one rank's device.
+
+    >>> least_bytes(Strategy("ddp", 8), 10**9), least_bytes(Strategy("fsdp", 8), 10**9)
+    (16000000000, 2000000000)
+    """
+    data, model = strategy.data_ranks, strategy.model_ranks
+    match strategy.parallel:
+        case "fsdp-offload":
+            return 0
+        case "fsdp" | "tensor-parallel" | "context-parallel":
+            return 16 * num_params // strategy.ranks
+        case "pipe" if strategy.shards_stages:
+            return 16 * num_params // strategy.ranks
+        case "sharded-ddp":
+            return 4 * num_params + 12 * num_params // data
+        case "oss":
+            return 8 * num_params + 8 * num_params // data
+    return 16 * num_params // (model * strategy.tensor_ranks * strategy.expert_ranks)
+
+
+def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
+    """Runs two steps of a rank and returns what the second takes; the problem where the model can't be trained so."""
+    try:
+        if strategy.parallel == "pipe":
+            return _estimate_pipeline(planned, strategy, options)
+        return _estimate_replica(planned, strategy, options)
+    except InputError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:  # NotImplementedError is a RuntimeError.
+        return Estimate(strategy, problem=str(error).splitlines()[0])
+
+
+def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
+    """Every technique but the pipeline: this rank has a part of the batch and calls the whole model."""
+    dtype, asked = COMPUTE_DTYPES.get(options.precision), strategy.parallel_options(options.precision)
+    with simulate(world_size=strategy.ranks, device="sim" if strategy.has_host_memory else "cpu") as simulation:
+        with simulation.aside():
+            axes = _axes(planned, asked)
+        # On the host, where shards that are offloaded stay.
+        model, loss = _build(planned, axes)
+        _checkpoint(planned, strategy, model)
+        if axes.model.size > 1:
+            parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
+        called, optimizer = _parallelized(planned, asked, model, axes, simulation)
+        scaler = ShardedGradScaler(enabled=dtype == torch.float16)
+        batch = options.batch // strategy.data_ranks
+        offloaded = 0  # Bytes of activations.
+
+        def step() -> None:
+            nonlocal offloaded
+            tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
+            before = simulation.on("cpu").current_bytes
+            with _divided_sequence(axes) as divide:
+                with _autocast(None if asked.parallel == "fsdp" else dtype):
+                    found = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
+                if strategy.offload:
+                    offloaded = simulation.on("cpu").current_bytes - before
+                scaler.scale(found).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if isinstance(optimizer, OSS):
+                optimizer.wait()
+            optimizer.zero_grad()
+
+        flops = _two_steps(step, simulation)
+        updated = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+        if isinstance(optimizer, OSS):
+            updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // axes.data.size
+        return _read(strategy, simulation, flops, updated, axes, offloaded)
+
+
+@contextmanager
+def _divided_sequence(axes: MeshAxes) -> Iterator[Callable[..., Tensor]]:
+    """Around a forward and its backward; gives what calls a loss with this rank's part of the sequences."""
+    context = axes.context
+    if context.size == 1:
+        yield lambda loss, *arguments: loss(*arguments)
+        return
+
+    def divided(loss: object, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        positions = position_ids(tokens.shape[1], context, device=tokens.device)
+        tokens, targets = (split_sequence(each, context) for each in (tokens, targets))
+        found: Tensor = model(tokens, targets, positions=positions)
+        return found
+
+    with context_parallel(context):
+        yield divided
+
+
+def _build(planned: PlannedModel, axes: MeshAxes) -> Built:
+    return planned.build() if planned.build_over is None else planned.build_over(axes.expert_groups)
+
+
+def _axes(planned: PlannedModel, asked: ParallelOptions) -> MeshAxes:
+    return parallel_axes(group_of(), asked, with_experts=planned.build_over is not None)
+
+
+def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
+    """Runs a step whose operations are counted, and one whose memory and traffic are; returns the operations."""
+    with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
+        step()
+    gc.collect()  # The counter keeps tensors of a backward pass in cycles: in the step that is measured there is none.
+    simulation.restart()
+    step()
+    return int(counter.get_total_flops())
+
+
+def _parallelized(
+    planned: PlannedModel, asked: ParallelOptions, model: nn.Module, axes: MeshAxes, simulation: Simulation
+) -> tuple[nn.Module, Optimizer]:
+    """Returns what is called, and the optimizer, as `make_engine` makes them of a GPT."""
+    arguments: dict[str, Any] = {"lr": 1e-3, "fused": True}
+    if asked.parallel == "fsdp":
+        shard_units(model, planned.blocks(model), axes, compute_device=simulation.device, **sharding_of(asked))
+        return model, AdamW(model.parameters(), **arguments)
+    if asked.parallel == "sharded-ddp":
+        optimizer = OSS(model.parameters(), AdamW, axes.data, **arguments)
+        return ShardedDataParallel(model, optimizer), optimizer
+    _reduce_gradients(model, axes.data, simulation)
+    if asked.parallel == "oss":
+        return model, OSS(model.parameters(), AdamW, axes.data, **arguments)
+    return model, AdamW(model.parameters(), **arguments)
+
+
+def _reduce_gradients(model: nn.Module, data: Group, simulation: Simulation) -> None:
+    """As `DistributedDataParallel(gradient_as_bucket_view=True)`: buckets stay, and a gradient goes into its own."""
+    if data.size == 1:
+        return
+    buckets = {param: torch.zeros_like(param) for param in model.parameters() if param.requires_grad}
+
+    def reduce(param: nn.Parameter) -> None:
+        bucket, gradient = buckets[param], param.grad
+        assert gradient is not None
+        bucket.copy_(gradient)
+        param.grad = bucket
+        dist.all_reduce(bucket, group=data.process_group)
+
+    for param, bucket in buckets.items():
+        simulation.label(bucket, "gradients")
+        param.register_post_accumulate_grad_hook(reduce)
+
+
+def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
+    """The memory of the rank that needs most, and the time of the slowest one."""
+    rates, found = rates_of(options, strategy.ranks), list[Estimate]()
+    for rank in ranks_to_simulate(planned, strategy):
+        found.append(_estimate_stages(planned, strategy, options, rank))
+    slowest = max(found, key=lambda each: 0.0 if each.work is None else step_seconds(each.work, rates))
+    fullest = max(found, key=lambda each: each.peak_bytes)
+    return replace(fullest, work=slowest.work, bytes_sent=slowest.bytes_sent)
+
+
+def ranks_to_simulate(planned: PlannedModel, strategy: Strategy) -> list[int]:
+    """Returns the first and the last rank of a pipeline, and the one with the most blocks x live micro-batches."""
+    num_ranks = strategy.model_ranks
+    with torch.device("meta"):
+        model: Any = planned.build().model
+    cuts = planned.cuts(model, num_ranks)
+    if cuts is None:
+        return sorted({0, num_ranks - 1})
+    starts = [0, *(int(name.rpartition(".")[2]) for name in cuts), len(model.blocks)]
+    live = peak_live(_schedule(strategy))
+    fullest = max(range(num_ranks), key=lambda rank: (starts[rank + 1] - starts[rank]) * live[rank])
+    return sorted({0, fullest, num_ranks - 1})
+
+
+def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:
+    """A rank of a pipeline: its stages, in the order of the schedule."""
+    asked, size = strategy.parallel_options(options.precision), options.batch // strategy.data_ranks // strategy.chunks
+    with simulate(world_size=strategy.ranks) as simulation:
+        with simulation.aside():
+            axes = _axes(planned, asked)
+        model, stage, passed = _stage(planned, strategy, axes, rank, (size, options.sequence))
+        if strategy.shards_stages:
+            shard_stage(stage, model, axes, asked)
+        del model  # The other stages.
+        # Pipelines beside each other average whole stages by DistributedDataParallel, which keeps buckets as well.
+        has_buckets = axes.wrapped.size > 1 and not strategy.shards_stages
+        buckets = [torch.zeros_like(param) for param in stage.parameters()] if has_buckets else []
+        for bucket in buckets:
+            simulation.label(bucket, "reduction")
+        step = _step_of_stage(stage, passed[rank], strategy, asked, rank, averages=has_buckets)
+        flops = _two_steps(step, simulation)
+        params = sum(param.numel() for param in stage.parameters())
+        found = _read(strategy, simulation, flops, params, axes)
+        reduced = 0 if strategy.shards_stages else _averaged_bytes(stage, axes)
+    neighbors = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
+    exchanged = strategy.chunks * sum(
+        tensor.nbytes for given in neighbors for tensor in tensors_in(given) if tensor.is_floating_point()
+    )
+    return _with_messages(found, exchanged, reduced)
+
+
+def _averaged_bytes(stage: nn.Module, axes: MeshAxes) -> int:
+    """What a rank sends where stages are whole: averages of all, and of what is not divided over the expert axis."""
+    all_bytes, of_experts = (
+        4 * sum(param.numel() for module in modules for param in module.parameters())
+        for modules in ([stage], [module for module in stage.modules() if isinstance(module, Experts)])
+    )
+    sums = ((axes.wrapped.size, all_bytes), (axes.expert.size, all_bytes - of_experts))
+    return sum(2 * (size - 1) * num_bytes // size for size, num_bytes in sums)
+
+
+def _step_of_stage(
+    stage: Any, given: Any, strategy: Strategy, asked: ParallelOptions, rank: int, *, averages: bool
+) -> Callable[[], None]:
+    """Returns a step of a stage, with its optimizer: forwards and backwards of micro-batches of what it is given."""
+    dtype = COMPUTE_DTYPES.get(asked.precision)
+    actions = _schedule(strategy).compute_actions()[rank]
+    optimizer = AdamW(stage.parameters(), lr=1e-3, fused=True)
+    scaler = ShardedGradScaler(enabled=dtype == torch.float16)
+    live: dict[int, tuple[Any, Any]] = {}
+
+    def forward(index: int) -> None:
+        inputs = map_tensors(_stage_input, given)
+        with _autocast(None if strategy.shards_stages else dtype):
+            live[index] = inputs, stage(*inputs)
+
+    def backward(index: int) -> None:
+        _, output = live.pop(index)
+        roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+
+    def step() -> None:
+        left = strategy.chunks  # Of the backward passes; gradients are reduced in the last one.
+        for action in actions:
+            if action.kind is Kind.FORWARD:
+                forward(action.micro_batch)
+                continue
+            left -= 1
+            with stage.no_sync() if strategy.shards_stages and left else nullcontext():
+                backward(action.micro_batch)
+        if averages:  # The message that has the gradients of all parameters.
+            torch.cat([param.grad.view(-1) for param in stage.parameters()])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _with_messages(found: Estimate, exchanged: int, reduced: int) -> Estimate:
+    """Returns a stage's estimate with the bytes that it exchanges with its neighbors, and those of its average."""
+    assert found.work is not None
+    work = found.work._replace(
+        overlapped_bytes=found.work.overlapped_bytes + exchanged,
+        after_step_bytes=found.work.after_step_bytes + reduced,
+        bubble=simulate_schedule(_schedule(found.strategy)).bubble,
+    )
+    sent = {"send": exchanged, **found.bytes_sent}
+    if reduced:
+        sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
+    return replace(found, host_peak_by_kind={}, bytes_sent=sent, work=work)
+
+
+def _schedule(strategy: Strategy) -> Schedule:
+    return get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
+
+
+class _BuiltStage(NamedTuple):
+    """The full model, the stage of a rank, and what each stage is given: tokens and targets, then activations."""
+
+    model: Any  # a GPT where stages are sharded
+    stage: nn.Module
+    inputs: list[tuple[Tensor, ...]]
+
+
+def _stage(planned: PlannedModel, strategy: Strategy, axes: MeshAxes, rank: int, shape: tuple[int, int]) -> _BuiltStage:
+    """Builds and cuts the model; tokens have the shape `shape`."""
+    model, _ = _build(planned, axes)
+    cuts = planned.cuts(model, strategy.model_ranks)
+    if cuts is None:
+        raise ValueError(f"nothing says where {planned.title} is cut into stages: see scale_pipe.split")
+    _checkpoint(planned, strategy, model)
+    if axes.model.size > 1:
+        parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
+    stages = split(model, cuts)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    passed: list[tuple[Tensor, ...]] = [(tokens, tokens)]
+    with torch.no_grad():
+        for stage in stages[:-1]:
+            passed.append((stage(*passed[-1]),))
+    return _BuiltStage(model, stages[rank], passed)
+
+
+def _stage_input(tensor: Tensor) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.is_floating_point())
+
+
+def _checkpoint(planned: PlannedModel, strategy: Strategy, model: nn.Module) -> None:
+    """Sets what each block does with its activations, as `scale-train lm` does."""
+    kept: How = "offload" if strategy.offload else "keep"
+    how: dict[str, How] = {"none": kept, "all": "recompute", "selective": "selective"}
+    for name in plan_units(model, planned.blocks(model)):
+        if name:
+            apply_checkpointing(model.get_submodule(name), how[strategy.checkpoint], offload_inputs=strategy.offload)
+
+
+def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+
+def _read(
+    strategy: Strategy, simulation: Simulation, flops: int, updated: int, axes: MeshAxes, offloaded: int = 0
+) -> Estimate:
+    """What the simulation has counted of the second step."""
+    on_host = strategy.parallel == "fsdp-offload"
+    inside = overlapped = after = 0
+    for collective in simulation.collectives:
+        in_ring = axes.context.size > 1 and collective.ranks == axes.context.ranks  # It runs beside its attention.
+        waits = collective.op == "all_to_all" and not in_ring
+        if waits or (axes.model.size > 1 and collective.ranks == axes.model.ranks):
+            inside += collective.bytes_sent
+        elif collective.phase == "step":
+            after += collective.bytes_sent
+        else:
+            overlapped += collective.bytes_sent
+    # Shards go to the device for the forward and for the backward, gradients to the host; activations there and back.
+    copied = (3 * updated * 4 if on_host else 0) + 2 * offloaded
+    work = StepWork(flops, overlapped, inside, after, copied, updated, on_host, 0.0)
+    host = _host_peak(simulation.on("cpu")) if strategy.has_host_memory else {}
+    return Estimate(strategy, simulation.peak_by_kind, host, simulation.bytes_sent, work)
+
+
+def _host_peak(memory: Memory) -> dict[str, int]:
+    """The peak of the host by kind, with what torch adds to pinned memory: it rounds each piece to a power of two."""
+    # The optimizer's state is updated where it is. All else is pinned, so that it is copied while the device computes.
+    pinned = [item for item in memory.largest_at_peak if item.kind != "optimizer state"]
+    added = sum(item.copies * ((1 << (item.num_bytes - 1).bit_length()) - item.num_bytes) for item in pinned)
+    return memory.peak_by_kind | ({"rounding of pinned memory": added} if added else {})
+
+
+def count_parameters(planned: PlannedModel) -> int:
+    """Returns the number of elements of the parameters, tied ones once; nothing is allocated."""
+    with torch.device("meta"):
+        return sum(full_numel(param) for param in planned.build().model.parameters())
