@@ -6,6 +6,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +20,7 @@ from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
 from scale_oss import OSS, ShardedDataParallel, StepError
+from scale_oss.buckets.bucket import Bucket
 from scale_oss.reducer import PendingForwards
 
 
@@ -323,6 +325,28 @@ def test_buckets_of_two_models_are_never_taken_for_each_other() -> None:
         r"rank 0: reduction of unit 'bucket 0 of optimizer (\d+)'; rank 1: .* of optimizer (?!\1)", message
     )
     assert "ShardedDataParallel(module, [optimizer, other_optimizer])" in message
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_fails_after_the_comparison_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has its gradients by then: the next pass names the one that has none."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 2)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1)
+    wrapped = ShardedDataParallel(model, optimizer)
+    wrapped(batch(0)).sum().backward()
+    fails = group_of().rank == 1
+
+    def commit(bucket: Bucket, frozen: object = ()) -> None:
+        raise MemoryError("no memory for the sum")
+
+    with monkeypatch.context() as patch:
+        if fails:
+            patch.setattr(Bucket, "commit", commit)
+        with pytest.raises(MemoryError) if fails else nullcontext():
+            wrapped(batch(1)).sum().backward()
+    with pytest.raises(ContractError, match=r"rank 1: .*failure after the comparison"):
+        wrapped(batch(2)).sum().backward()
 
 
 @pytest.mark.ranks(2)

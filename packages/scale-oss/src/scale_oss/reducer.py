@@ -10,7 +10,7 @@ end of the pass that reduces the step. A backward that a rank has skipped is abo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from scale_core.comm.group_state import CallLog
 from scale_core.compat import NO_RANGE, profiler_runs
 from scale_core.consistency.all_ranks import all_gather_failures, all_gather_json, format_abort
+from scale_core.consistency.backward_pass import BackwardPass, ParamKey, PassStatus, end_pass
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
@@ -46,27 +46,20 @@ _ONE_WRAPPER = (
 )
 
 
-class BackwardStatus(NamedTuple):
-    """One rank's status at the end of a pass, exchanged by `Contract.end_checked`."""
+class StatusNote(NamedTuple):
+    """What a rank adds to its `PassStatus` at the end of a pass."""
 
-    num_late: int = 0  # buckets with gradients after their reduction, and parameters that were frozen with a gradient
-    num_unused: int = 0  # parameters that were reduced as zeros
     num_unmatched: int = 0  # forward passes without a backward
     order_is_rebuilt: bool = False  # Buckets are reduced in the order in which they became ready.
-    failed: bool = False  # The pass failed here, and zeros were reduced for the rest.
-    skipped: bool = False  # It failed because this rank did not run it.
+    skipped: bool = False  # The pass has failed because this rank did not run it.
     has_grads: bool = False  # There were gradients to reduce.
 
-    def pack(self) -> tuple[int, int, int]:
-        """Returns the three integers that `Contract.end_checked` sends."""
-        flags = self.order_is_rebuilt + 2 * self.failed + 4 * self.skipped + 8 * self.has_grads
-        return self.num_late, self.num_unused, 16 * self.num_unmatched + flags
+    def pack(self) -> int:
+        return 8 * self.num_unmatched + self.order_is_rebuilt + 2 * self.skipped + 4 * self.has_grads
 
     @staticmethod
-    def unpack(row: Sequence[int]) -> BackwardStatus:
-        num_late, num_unused, remainder = row
-        flags = (bool(remainder & bit) for bit in (1, 2, 4, 8))
-        return BackwardStatus(num_late, num_unused, remainder // 16, *flags)
+    def unpack(note: int) -> StatusNote:
+        return StatusNote(note // 8, bool(note & 1), bool(note & 2), bool(note & 4))
 
 
 class ReductionSchedule:
@@ -77,8 +70,17 @@ class ReductionSchedule:
     zeros.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], order: Sequence[int], contract: Contract, *, in_half: bool) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        order: Sequence[int],
+        contract: Contract,
+        backward_pass: BackwardPass,
+        *,
+        in_half: bool,
+    ) -> None:
         self._buckets, self._contract, self._in_half = buckets, contract, in_half
+        self._backward_pass = backward_pass
         self._pending_grads = [
             {i for i, param in enumerate(bucket.params) if param.requires_grad} for bucket in buckets
         ]
@@ -87,9 +89,7 @@ class ReductionSchedule:
         self._is_announced = False  # The next reduction has been compared between the ranks.
         self._reducing: int | None = None
         self.ready_order: list[int] = []  # buckets whose gradients are complete
-        # Parameters that were reduced as zeros, and whether they had no gradient of an earlier pass.
-        self.unused: dict[tuple[int, int], bool] = {}
-        self.frozen: list[tuple[int, int]] = []  # parameters that were frozen with an accumulated gradient
+        self.frozen: list[ParamKey] = []  # parameters that were frozen with an accumulated gradient
         self.has_grads = False  # There were gradients to reduce.
         self.is_compared = False  # between the ranks
 
@@ -125,14 +125,12 @@ class ReductionSchedule:
                 raise
             self._is_announced = True
         self._wait()
-        missing = bucket.gradient.missing()
+        self._backward_pass.mark_reduced(number)
         self.has_grads = self.has_grads or bool(bucket.gradient)
         halved = self._in_half and bucket.dtype == torch.float32
         bucket.reduce(message_tag(event), torch.float16 if halved else None)
         self._unreduced.pop(0)
         self._is_announced, self._reducing = False, number
-        for index in missing:
-            self.unused[number, index] = not bucket.has_grad(index)
 
     def _wait(self) -> None:
         number, self._reducing = self._reducing, None
@@ -229,6 +227,7 @@ class Reducer:
         self.require_backward_grad_sync = True  # False under `no_sync()`
         self.begins_step = True  # The next forward pass is the first of a step.
         self.schedule: ReductionSchedule | None = None  # of the pass that runs now, or is replayed
+        self._backward_pass = BackwardPass(contract, self.buckets, self._abort_message)
         self.finalize_is_queued = False  # Autograd will call `_finalize_backward` or `_on_backward_failed`.
         self.pending_forwards = PendingForwards(self._queue_finalize)
         self.accumulation = GradAccumulation(self._queue_finalize)
@@ -274,7 +273,10 @@ class Reducer:
     def begin_backward(self) -> None:
         for bucket in self.buckets:
             bucket.drop_consumed_grads()
-        self.schedule = ReductionSchedule(self.buckets, self._order, self.contract, in_half=self._in_half)
+        self._backward_pass.reset()
+        self.schedule = ReductionSchedule(
+            self.buckets, self._order, self.contract, self._backward_pass, in_half=self._in_half
+        )
         self.contract.begin(PassKind("backward", grad=True, training=True), new_step=True)
 
     @on_local_tensors
@@ -358,24 +360,21 @@ class Reducer:
                 self.accumulation.stash(param, copied=len(bucket.params) == 1)  # One alone is taken over, not packed.
                 bucket.gradient.accumulate(index)
                 if not param.requires_grad:
-                    self.schedule.frozen.append((number, index))
+                    self.schedule.frozen.append(ParamKey(number, index))
 
     def _compare_and_commit(self, schedule: ReductionSchedule) -> bool:
         """Compares the pass between the ranks and adds the reduced gradients to the pieces; see `_finish`."""
-        late = [number for number, bucket in enumerate(self.buckets) if bucket.gradient]
-        local_status = BackwardStatus(
-            num_late=len(late) + len(schedule.frozen),
-            num_unused=len(schedule.unused),
+        late = self._backward_pass.late_gradients(range(len(self.buckets)), schedule.frozen)
+        note = StatusNote(
             num_unmatched=self.pending_forwards.num_unmatched,
             order_is_rebuilt=self._order_is_rebuilt,
-            has_grads=schedule.has_grads or bool(late),
+            has_grads=schedule.has_grads or bool(late.buckets),
         )
-        statuses = self._compare(schedule, local_status)
-        if any(status.failed for status in statuses):
-            raise StepError(self._abort_message(all_gather_failures(None, self.contract)), step=self.contract.step)
-        if CallLog.is_used:
-            self.contract.compare_calls()
-        unmatched = [status.num_unmatched for status in statuses]
+        status = PassStatus(late.number, len(self._backward_pass.unused), note=note.pack())
+        statuses = self._backward_pass.compare(status)
+        schedule.is_compared = True
+        notes = [StatusNote.unpack(rank_status.note) for rank_status in statuses]
+        unmatched = [note.num_unmatched for note in notes]
         if len(set(unmatched)) > 1:
             raise StepError(
                 f"pass {self.contract.step} was aborted on all ranks: the numbers of forward passes without a "
@@ -384,38 +383,23 @@ class Reducer:
                 step=self.contract.step,
             )
         self.pending_forwards.reset_baseline()
-        frozen: set[tuple[int, int]] = set()
-        if any(status.num_late for status in statuses):
-            of_ranks = all_gather_json((late, schedule.frozen), self.contract)
-            frozen = {(number, index) for _, keys in of_ranks for number, index in keys}
-            for number in sorted({number for numbers, _ in of_ranks for number in numbers}):
-                bucket = self.buckets[number]
-                bucket.reduce(message_tag(Event("late reduction", bucket.title)))
-                self.contract.wait(bucket.reduce_event, bucket.reduction.wait)
-        for number, bucket in enumerate(self.buckets):
-            bucket.commit({index for bucket_number, index in frozen if bucket_number == number})
+        with self._backward_pass.committing():
+            self._backward_pass.commit(statuses, late, self._reduce_late, self._publish)
         self.accumulation.seen = {}
         if self.accumulation.sums:
             self.accumulation.clear()
-        if all(status.num_unused for status in statuses):
-            self._restore_unused(schedule.unused)
-        if not all(status.order_is_rebuilt for status in statuses):
+        if not all(note.order_is_rebuilt for note in notes):
             self._rebuild_order(schedule.ready_order)
-        return any(status.has_grads for status in statuses)
+        return any(note.has_grads for note in notes)
 
-    def _compare(self, schedule: ReductionSchedule, mine: BackwardStatus) -> list[BackwardStatus]:
-        """Ends the pass in the contract; returns every rank's status."""
-        rows = self.contract.end_checked(*mine.pack())
-        schedule.is_compared = True
-        return [BackwardStatus.unpack(row) for row in rows]
+    def _reduce_late(self, number: int) -> None:
+        bucket = self.buckets[number]
+        bucket.reduce(message_tag(Event("late reduction", bucket.title)))
+        self.contract.wait(bucket.reduce_event, bucket.reduction.wait)
 
-    def _restore_unused(self, unused: dict[tuple[int, int], bool]) -> None:
-        """Takes the gradient of zeros away from parameters that no rank has used, as in plain PyTorch."""
-        by_rank = all_gather_json([list(key) for key in sorted(unused)], self.contract)
-        unused_everywhere = set.intersection(*({(number, index) for number, index in keys} for keys in by_rank))
-        for (number, index), had_none in unused.items():
-            if (number, index) in unused_everywhere and had_none:
-                self.buckets[number].set_grad(index, None)
+    def _publish(self, frozen: Mapping[int, Sequence[int]]) -> None:
+        for number, bucket in enumerate(self.buckets):
+            bucket.commit(frozen.get(number, ()))
 
     def _rebuild_order(self, ready: list[int]) -> None:
         """Reduces buckets from now on in the order in which they became ready on rank 0."""
@@ -445,7 +429,7 @@ class Reducer:
             if isinstance(error, StepError):
                 pass  # It is raised on all ranks.
             elif self._can_abort_together(error):
-                self._replay(BackwardStatus(failed=True))
+                self._replay(StatusNote())
                 error.add_note(self._abort_message(all_gather_failures(error, self.contract)))
             else:
                 self.contract.report_failure(error)
@@ -466,7 +450,7 @@ class Reducer:
         """
         while self.contract.group.size > 1 and self.pending_forwards.has_skipped(in_step=in_step):
             try:
-                if all(status.skipped for status in self._replay(BackwardStatus(failed=True, skipped=True))):
+                if all(note.skipped for note in self._replay(StatusNote(skipped=True))):
                     self.pending_forwards.accept_baseline()
                 else:
                     self.pending_forwards.drop_skipped()
@@ -484,15 +468,17 @@ class Reducer:
             return False
         return self.schedule is None or not self.schedule.is_compared
 
-    def _replay(self, mine: BackwardStatus) -> list[BackwardStatus]:
-        """Reduces zeros for all buckets that the others still wait for; returns every rank's status."""
+    def _replay(self, note: StatusNote) -> list[StatusNote]:
+        """Reduces zeros for all buckets that the others still wait for, and reports a failure; returns all notes."""
         if self.schedule is None:
             self.begin_backward()
         assert self.schedule is not None, "a pass that has begun runs"
         for bucket in self.buckets:
             bucket.drop_packed_grads()
         self.schedule.reduce_remaining(lambda number: None)
-        return self._compare(self.schedule, mine)
+        statuses = end_pass(self.contract, PassStatus(failed=True, note=note.pack()))
+        self.schedule.is_compared = True
+        return [StatusNote.unpack(status.note) for status in statuses]
 
     def _cancel_reductions(self) -> None:
         """Drops the pass and its results."""

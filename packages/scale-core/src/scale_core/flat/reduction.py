@@ -477,6 +477,14 @@ class FlatReduced(FlatShard):
         """The rounding errors of the gradients, which are added to those of the next step; empty without it."""
         return self.reduction.feedback
 
+    def has_grad(self, index: int) -> bool:
+        """Whether a sharded parameter has a reduced gradient; one that is flattened always counts as having one."""
+        return self.flatten or self.sharded_param(index).grad is not None
+
+    def drop_grad(self, index: int) -> None:
+        """Takes the reduced gradient of a sharded parameter away."""
+        self.sharded_param(index).grad = None
+
     @property
     def has_gradient(self) -> bool:
         """Whether there is a gradient that was not reduced yet."""

@@ -11,9 +11,9 @@ third micro-batch of the first step, it leaves its error in the store, and the o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
 
 from scale_core.consistency.all_ranks import all_gather_failures, format_abort, format_traceback
+from scale_core.consistency.backward_pass import PassStatus, end_pass
 from scale_core.consistency.execution_order import END, Event, Pass
 from scale_core.errors import ScaleDistributedError, StepError
 from scale_core.hooks.autograd import has_reduced_grad_hooks, is_consumed_in_backward
@@ -23,14 +23,6 @@ SKIPPED_BACKWARD = (
     "this rank has begun another forward pass in place of the backward pass: its loss raised an error, or the rank has "
     "skipped the batch"
 )
-
-
-class PassStatus(NamedTuple):
-    """The report of a rank when all compare a pass, in addition to the order of its events."""
-
-    num_late: int = 0  # buffers with gradients after their unit's reduction, and parameters frozen with a gradient
-    num_unused: int = 0  # parameters that it has reduced as zeros, since it had no gradient for them
-    failed: int = False
 
 
 def can_abort(root: UnitContext) -> bool:
@@ -91,7 +83,7 @@ def _replay_all(root: UnitContext, rest: list[Pass], error: BaseException) -> li
         _replay(root, left, None if number else contract.history.last_event)
         if number < len(rest) - 1:
             contract.end_unchecked()
-    contract.end_checked(*PassStatus(failed=True))
+    end_pass(contract, PassStatus(failed=True))
     return all_gather_failures(error, contract)
 
 
@@ -107,18 +99,6 @@ def precedes_update(root: UnitContext, event: Event) -> bool:
         return False
     params = (param for unit in root.units for buffer in unit.buffers for param in buffer.sharded_params)
     return any(is_consumed_in_backward(param) for param in params)
-
-
-def raise_aborted(root: UnitContext, error: BaseException | None) -> NoReturn:
-    """Raises at the end of a cycle of passes in which a rank has failed; `error` is this rank's own, or None."""
-    if error is not None and root.contract.is_single_rank:
-        raise error
-    message = abort_message(root, all_gather_failures(error, root.contract))
-    if error is None:
-        raise StepError(message, step=root.contract.step)
-    error.add_note(message)
-    root.shared_error = error
-    raise error
 
 
 def _remaining(root: UnitContext) -> list[Pass] | None:

@@ -1,50 +1,29 @@
-"""The units of one model: which one is gathered next, stays gathered, is reduced when, and how a pass ends.
+"""The units of one model: which one is gathered next, which stays gathered, and how a pass ends.
 
 A pass through the model begins with one unit, the outermost one that is called. From then on every unit records what
 it does, in order; that order is compared between ranks and, from the second pass on, tells which unit to prefetch.
-
-Reductions follow each other, one at a time, each during the backward of the next unit. At the end the ranks compare
-their events, and only then are gradients published in `param.grad`.
-
-A parameter that no rank has used keeps the gradient it had, none as a rule, as in plain PyTorch: Adam's momentum and
-weight decay would move it on zeros. One that only some ranks have used counts as zeros on the others. No rank can know
-alone which is which, so each records the gradients that it reduced as zeros, and they compare that at the end of the
-pass.
-
-Reduced gradients are known long before the pass has ended: optimizer state on the host can have them copied there
-(`register_reduced_grad_hook`), or consume them (`register_grad_published_hook(..., at_once=...)`). Every rank waits
-for the same reductions in the same order, so the hooks run in one order on all ranks.
+`reductions.py` has the reductions of a backward pass, `recovery.py` a pass that fails.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from scale_core import uneven_inputs
-from scale_core.comm.group_state import CallLog
-from scale_core.consistency.all_ranks import all_gather_json
+from scale_core.consistency.backward_pass import PassStatus
 from scale_core.consistency.divergence import check_interval, compare_replicas, named_buffers
 from scale_core.consistency.equal_values import FIRST_PASSES, EqualValues
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
-from scale_core.device.streams import on_host
 from scale_core.errors import StepError
-from scale_core.flat.buffer import FlatBuffer
 from scale_core.hooks.autograd import (
-    call_grad_published_hooks,
-    call_post_accumulate_grad_hooks,
-    call_reduced_grad_hooks,
     in_autograds_thread,
     in_backward,
-    is_consumed_in_backward,
 )
-from scale_core.hooks.registry import gradient_hooks
 from scale_fsdp.runtime.checks import (
     captured_in_graph,
     check_units,
@@ -56,32 +35,16 @@ from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
 from scale_fsdp.runtime.nonfinite import NonFiniteSearch
 from scale_fsdp.runtime.recovery import (
     SKIPPED_BACKWARD,
-    PassStatus,
     abort_message,
     abort_on_all_ranks,
     can_abort,
     precedes_update,
-    raise_aborted,
     take_part_in_backward,
 )
+from scale_fsdp.runtime.reductions import Reductions
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, UnitContext
 
 _logger = logging.getLogger(__name__)
-
-
-class ParamKey(NamedTuple):
-    """A parameter by numbers that are equal on all ranks."""
-
-    unit: int
-    buffer: int  # in the unit
-    param: int  # in the buffer
-
-
-class LateGradients(NamedTuple):
-    """Gradients of one rank at the end of a pass that were not reduced with their unit, or that do not train."""
-
-    buffers: list[tuple[int, int]]  # unit, buffer: gradients that came after its reduction, or of frozen parameters
-    frozen: list[ParamKey]  # parameters that were frozen when they had a gradient from under `no_sync`
 
 
 def _named_shards(units: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
@@ -96,20 +59,9 @@ class Root(UnitContext):
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__(units, functools.partial(abort_message, self))
         self.next_prefetch: list[Unit] = []  # the unit that the last pass of this kind gathered next, if that is known
-        self.reducing: Unit | None = None  # its reduction is under way
-        self._numbers = {unit: number for number, unit in enumerate(self.units)}
-        self._reduced: set[Unit] = set()
-        self._unused: dict[ParamKey, bool] = {}  # reduced as zeros, and whether there was no gradient before
-        self._in_transit: Unit | None = None  # its reduced gradients go on to replicas or the host; no hook has run
-        self._published: set[Tensor] = set()  # in this pass, before its end
+        self.reductions = Reductions(self, self.record, functools.partial(abort_message, self))
         self.escaped_tensors: EscapedTensorSearch | None = None  # in the forward pass that runs now
         self.searched_kinds: set[PassKind] = set()  # of forward passes, for such tensors
-        # On a device a wait stops the stream that computes, so a reduction may run until the next one begins, one unit
-        # later: two flat gradients are in memory then, but where checkpoints make memory scarce `on_recomputed` waits
-        # first. On the host the same would take the memory, and gain little: the transport uses the same processor.
-        self.waits_at_first_gradient = all(on_host(buffer.full) for buffer in self.buffers)
-        self.calls_reduced_hooks = False  # someone wants reduced gradients before the end of this pass
-        self._is_aborting = False
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
         self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
         group = self.contract.group
@@ -211,7 +163,7 @@ class Root(UnitContext):
         """A unit is about to start a collective; looks up the unit that the last pass gathered next."""
         event = Event(phase, unit.name)
         try:
-            self.contract.record(event, compares_all=self.calls_reduced_hooks and precedes_update(self, event))
+            self.contract.record(event, compares_all=self.reductions.calls_hooks and precedes_update(self, event))
         except StepError as error:
             self.failure = error  # In a backward pass, autograd reports it to nobody.
             raise
@@ -301,15 +253,6 @@ class Root(UnitContext):
             return casts
         return unit is self.entry_unit or unit is self.outermost or not self._computes_in_one_dtype
 
-    def reduces(self, unit: Unit) -> bool:
-        """Whether a unit's gradients are reduced at the end of this backward pass."""
-        return self.synchronizes and unit.synchronizes
-
-    @property
-    def reduces_any(self) -> bool:
-        """Whether any unit's are."""
-        return self.synchronizes and any(unit.synchronizes for unit in self.units)
-
     # The backward pass.
 
     def begin_backward(self) -> None:
@@ -344,54 +287,7 @@ class Root(UnitContext):
         self._release(unit, self.keeps_after_backward)
         if not unit.kept_unsharded:
             unit.to_sharded()
-        self._reduce(unit, unit.trained_buffers())
-
-    def _reduce(self, unit: Unit, trained: Sequence[int]) -> None:
-        """Starts to reduce a unit's gradients, after the unit before it; without reduction, keeps them packed."""
-        if not self.reduces(unit):
-            for buffer in unit.buffers:
-                buffer.gradient.pack(wide=True)
-            return
-        if not trained:
-            return
-        self.record("reduction", unit)
-        if self.reducing is not None:
-            self.wait_previous_reduction()
-        self.reducing = unit
-        if unit in self._reduced:
-            self._record_late(unit)  # A second reduction in a pass has only late gradients.
-        else:
-            self._reduced.add(unit)
-            for number in trained:  # Parameters without a gradient count as zeros.
-                buffer = unit.buffers[number]
-                for index in buffer.gradient.missing():
-                    had_none = buffer.sharded_param(index).grad is None
-                    self._unused[ParamKey(self._numbers[unit], number, index)] = had_none
-        unit.reduce(trained)
-        if self.contract.checks_every_event:  # A rank that fails can end the transfers of the last event, no more.
-            unit.finish_reductions()
-
-    def wait_previous_reduction(self) -> None:
-        """Takes the results of the reduction under way, so that its flat gradient is free before the next is filled.
-
-        It has run while the next unit was recomputed, if that is checkpointed. If not, it has run on a device during
-        the backward of the next unit, and on the host until the first gradient of that unit.
-        """
-        if self.reducing is None:
-            return
-        unit, self.reducing = self.reducing, None
-        unit.wait_reduced()
-        if not self.calls_reduced_hooks or self._is_aborting:
-            return
-        # Gradients that go on to the host or to replicas come one unit later: to wait for them would stop the pass.
-        ready = [] if self._in_transit is None else [self._in_transit]
-        self._in_transit = None
-        if any(buffer.needs_transfer_after_reduce for buffer in unit.buffers):
-            self._in_transit = unit
-        else:
-            ready.append(unit)
-        for reduced_unit in ready:
-            self._call_hooks(reduced_unit)
+        self.reductions.start(unit, unit.trained_buffers())
 
     def on_recomputed(self) -> None:
         """A checkpointed unit is about to compute its gradients; the reduction before them has run at the same time.
@@ -399,7 +295,7 @@ class Root(UnitContext):
         Only now is the unit before it gathered, so that its parameters are never in memory with the flat gradient of
         the unit behind it: at this size one of them is a tenth of the device.
         """
-        self.wait_previous_reduction()
+        self.reductions.wait()
         for unit in self.next_prefetch:
             unit.gather()
 
@@ -409,110 +305,18 @@ class Root(UnitContext):
             fault = self._check_finite()
             self.contract.end_unchecked()
             if fault is None:
-                self._commit_buffers()
+                self.reductions.publish()
             else:
                 for buffer in self.buffers:
                     buffer.gradient.rollback_pass()
             return
-        for unit in self.units:
-            if unit.is_shared and unit not in self._reduced:
-                self._reduce(unit, unit.trained_buffers())
-        self.wait_previous_reduction()
-        for unit in self.units:  # The last part of a reduction may fail; it runs before all compare.
-            if unit.options.communication is not None and unit in self._reduced:
-                unit.finish_quantized_reductions()
-        for unit in self.units if self._unused else ():
-            self._record_late(unit)
-        late = LateGradients([], [])
-        for number, unit in enumerate(self.units):
-            for buffer_index, buffer in enumerate(unit.buffers if unit.synchronizes else ()):
-                if buffer.gradient:
-                    late.buffers.append((number, buffer_index))
-                late.frozen.extend(ParamKey(number, buffer_index, index) for index in buffer.gradient.frozen())
-        fault = None if self.nonfinite is None else self.nonfinite.find()
-        statuses = self._end_checked(len(late.buffers) + len(late.frozen), len(self._unused), fault)
-        try:
-            self._commit(statuses, late)
-        except BaseException:  # The others found no failure, and are about to use their gradients.
-            self.contract.mark_late_failure()
-            raise
+        self.reductions.finish(self._nonfinite_fault)
         self._reset()
 
-    def _commit(self, statuses: Sequence[PassStatus], late: LateGradients) -> None:
-        """The pass has gone well on every rank: publishes its gradients."""
-        frozen: dict[FlatBuffer, list[int]] = {}
-        unused: set[ParamKey] = set()
-        late_buffers: set[tuple[int, int]] = set()
-        if any(status.num_late for status in statuses):
-            of_ranks = [LateGradients(*row) for row in all_gather_json(late, self.contract)]
-            late_buffers = {(number, index) for late_grads in of_ranks for number, index in late_grads.buffers}
-            for number, buffer_index in sorted(late_buffers):
-                self.units[number].reduce([buffer_index])
-            for key in (ParamKey(*key) for late_grads in of_ranks for key in late_grads.frozen):
-                frozen.setdefault(self.units[key.unit].buffers[key.buffer], []).append(key.param)
-        self._commit_buffers(frozen)
-        if all(status.num_unused for status in statuses):
-            # Takes the zeros away from parameters that no rank has used and that had no gradient before.
-            keys_by_rank = all_gather_json(sorted(self._unused), self.contract)
-            unused = set.intersection(*({ParamKey(*key) for key in keys} for keys in keys_by_rank))
-            for key in unused:
-                buffer = self.units[key.unit].buffers[key.buffer]
-                if self._unused[key] and not buffer.flatten:
-                    buffer.sharded_param(key.param).grad = None
-        if gradient_hooks.published:
-            buffers = [buffer for unit in self.units if self.reduces(unit) for buffer in unit.buffers]
-            params = [param for buffer in buffers for param in buffer.sharded_params if param.grad is not None]
-            call_grad_published_hooks([param for param in params if param not in self._published])
-        reduced = [
-            param
-            for number, unit in enumerate(self.units)
-            for buffer_index, buffer in enumerate(unit.buffers)
-            if unit in self._reduced or (number, buffer_index) in late_buffers
-            for index, param in enumerate(buffer.sharded_params)
-            if buffer.flatten or ParamKey(number, buffer_index, index) not in unused
-        ]
-        if call_post_accumulate_grad_hooks(reduced):  # They may have stepped, on all that was reduced.
-            for count in {buffer.group.state.optimizer_steps for unit in self.units for buffer in unit.buffers}:
-                count.number += 1
-
-    def _commit_buffers(self, frozen: Mapping[FlatBuffer, Sequence[int]] = MappingProxyType({})) -> None:
-        """Reduced gradients go to the shards' `grad`; others wait on. `frozen` as in `FlatBuffer.commit`."""
-        with self.contract.waiting(Event("commit", self.outermost.name)):
-            for buffer in self.buffers:
-                buffer.commit(self.contract.limit_seconds, frozen.get(buffer, ()))
-
-    def _record_late(self, unit: Unit) -> None:
-        """A parameter that got a gradient after its unit's reduction is not unused."""
-        if self._unused and unit in self._reduced:
-            for number, buffer in enumerate(unit.buffers):
-                for index in buffer.gradient.has_grad():
-                    self._unused.pop(ParamKey(self._numbers[unit], number, index), None)
-
-    def _call_hooks(self, unit: Unit) -> None:
-        """Hands a unit's reduced gradients to those who asked for them before the end of the pass."""
-        with self.contract.waiting(Event("reduction", unit.name)):
-            new = [
-                (buffer, param, grad)
-                for number, buffer in enumerate(unit.buffers)
-                if buffer.keeps_reduced
-                for param, grad in unit.wait_results(number)
-                if param.requires_grad
-            ]
-        # If no rank has used a parameter, it has no gradient; this is known at the end of the pass.
-        self._record_late(unit)
-        keys = (key for key in self._unused if key.unit == self._numbers[unit] and not unit.buffers[key.buffer].flatten)
-        unknown = {unit.buffers[key.buffer].sharded_param(key.param) for key in keys}
-        at_once = {param for _, param, _ in new if is_consumed_in_backward(param) and param not in unknown}
-        self._published |= at_once
-        for buffer in dict.fromkeys(buffer for buffer, param, _ in new if param in at_once):
-            buffer.publish_grads(at_once)
-        if at_once:
-            call_grad_published_hooks([param for _, param, _ in new if param in at_once])
-        remaining = [
-            (param, grad) for _, param, grad in new if param.grad is None and not is_consumed_in_backward(param)
-        ]
-        if remaining:
-            call_reduced_grad_hooks([param for param, _ in remaining], [grad for _, grad in remaining])
+    def _nonfinite_fault(self) -> BaseException | None:
+        """The error of a value that is not finite in this pass; all ranks hear of it when they compare."""
+        self.shared_error = None if self.nonfinite is None else self.nonfinite.find()
+        return self.shared_error
 
     # How a pass ends.
 
@@ -530,7 +334,7 @@ class Root(UnitContext):
                 self.contract.end_unchecked()
             else:
                 # Compared first: where the ranks differ, a prefetched unit may never arrive.
-                self._end_checked()
+                self.reductions.backward_pass.compare(PassStatus())
                 self.reshard_idle()
         except BaseException as error:
             self.abort(error)
@@ -539,7 +343,7 @@ class Root(UnitContext):
     def abort(self, error: BaseException) -> None:
         """The pass has failed on this rank: aborts it together with the others, or alone, and is as before it."""
         self.entry_unit = self.escaped_tensors = None
-        self.in_backward, self._is_aborting = False, True
+        self.in_backward, self.reductions.is_aborting = False, True
         on_all_ranks = False
         try:
             on_all_ranks = abort_on_all_ranks(self, error)
@@ -569,9 +373,8 @@ class Root(UnitContext):
 
     def _reset(self) -> None:
         """A backward pass begins, is over, or was aborted."""
-        self.reducing = self.failure = self._in_transit = None
-        self._reduced, self._unused, self._published = set(), {}, set()
-        self._is_aborting = False
+        self.failure = None
+        self.reductions.reset()
 
     def _check_finite(self) -> FloatingPointError | None:
         """Raises if a value was not finite in a pass in which the ranks compare nothing, if all ranks can abort now.
@@ -582,15 +385,3 @@ class Root(UnitContext):
         if fault is not None and can_abort(self):
             raise fault
         return fault
-
-    def _end_checked(
-        self, num_late: int = 0, num_unused: int = 0, fault: BaseException | None = None
-    ) -> list[PassStatus]:
-        """Compares the events of the ranks since they last compared; returns each one's status, by rank."""
-        rows = self.contract.end_checked(*PassStatus(num_late, num_unused, fault is not None))
-        statuses = [PassStatus(*row) for row in rows]
-        if any(status.failed for status in statuses):
-            raise_aborted(self, fault)
-        if CallLog.is_used:
-            self.contract.compare_calls()
-        return statuses

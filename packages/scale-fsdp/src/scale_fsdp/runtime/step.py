@@ -1,9 +1,9 @@
 """One step of a unit, in the order of time: the page to read first.
 
 torch calls `pre_forward` and `post_forward` around the module. Autograd calls `pre_backward`, `pre_accumulate_grads`
-and `post_backward`, and at the end of the whole pass `finalize_backward`. Which unit is gathered, kept and reduced in
-which order, and how a pass ends, is in `root.py`; the work of one unit in `unit.py`; the texts of errors in
-`checks.py`.
+and `post_backward`, and at the end of the whole pass `finalize_backward`. Which unit is gathered and kept, and how a
+pass ends, is in `root.py`; the order of reductions in `reductions.py`; the work of one unit in `unit.py`; the texts
+of errors in `checks.py`.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def pre_accumulate_grads(unit_ref: weakref.ref[Unit], number: int) -> None:
     assert isinstance(root, Root)
     if not root.in_backward:
         _begin_backward(root)
-    if root.waits_at_first_gradient:
-        root.wait_previous_reduction()
+    if root.reductions.waits_at_first_gradient:
+        root.reductions.wait()
     gradient.wide = not (root.synchronizes and unit.synchronizes)
     search = root.nonfinite
     gradient.observer = None if search is None else functools.partial(search.add_gradient, unit, number)
@@ -326,7 +326,7 @@ def _begin_backward(root: Root) -> None:
     _follow_trainable(root.buffers, root.units)  # Parameters frozen since the forward get no gradient any more.
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
-    root.calls_reduced_hooks = has_reduced_grad_hooks()
+    root.reductions.calls_hooks = has_reduced_grad_hooks()
 
 
 def _post_failed_forward(unit: Unit, root: Root, error: BaseException) -> None:

@@ -470,6 +470,15 @@ class UnitContext:
         self.shared_error: BaseException | None = None  # this rank's own error, where all ranks know of it
         self.stale = False  # units have moved to another dtype, device or group: a new root takes its place
 
+    def reduces(self, unit: Unit) -> bool:
+        """Whether a unit's gradients are reduced at the end of this backward pass."""
+        return self.synchronizes and unit.synchronizes
+
+    @property
+    def reduces_any(self) -> bool:
+        """Whether any unit's are."""
+        return self.synchronizes and any(unit.synchronizes for unit in self.units)
+
     def recover(self) -> None:
         """Ends a backward pass that has failed; see `Root`."""
         raise NotImplementedError

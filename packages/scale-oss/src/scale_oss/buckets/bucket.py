@@ -166,6 +166,10 @@ class Bucket:
         """Whether there is an averaged gradient of a parameter; equal on all ranks."""
         return self.pieces[index].grad is not None
 
+    def drop_grad(self, index: int) -> None:
+        """Takes the averaged gradient of a parameter away."""
+        self.set_grad(index, None)
+
     @on_local_tensors
     def shard_full_grads(self) -> None:
         """Gives each piece its part of the parameter's gradient, which was averaged elsewhere."""
