@@ -46,7 +46,7 @@ def rows_of_the_matrix() -> dict[str, list[tuple[str, list[str]]]]:
     return {
         title: [
             (outcome, re.findall(r"`([^`]+)`", tests))
-            for outcome, tests in re.findall(r"^\| \d+ \| .* \| (.*) \| (.*) \|$", body, re.MULTILINE)
+            for outcome, tests in re.findall(r"^\| \d+ \| .* \| (.*) \| .* \| (.*) \|$", body, re.MULTILINE)
         ]
         for title, body in sections
     }

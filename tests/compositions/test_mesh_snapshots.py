@@ -364,7 +364,7 @@ def in_parts(folder: Path, possible: Sequence[Mesh], size: int) -> Iterator[tupl
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@pytest.mark.fault(61)
+@pytest.mark.fault(16, 60, 61, techniques=("fsdp", "oss", "tp", "pipe"))
 @each_case
 def test_what_any_mesh_has_saved_any_other_loads_to_the_bit(case: Case, tmp_path: Path) -> None:
     chosen = random.Random(CASES.index(case)).sample(list(meshes(case)), 4)

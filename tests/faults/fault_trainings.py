@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,15 +32,18 @@ from scale_core.state import load_sharded_state_dict, sharded_state_dict, target
 from scale_core.state.validation import SavedTensor
 from scale_core.testing import faults
 from scale_fsdp import fully_shard
+from scale_moe import MoE, TokenChoice, average_replicated_gradients
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
 from scale_snapshot import SnapshotError, latest_snapshot, load_snapshot, save_snapshot
 from scale_tp import parallelize
 
 KINDS = ("fsdp", "oss", "tp", "pipe")
+EXPERTS = "moe"
 OVER_DDP = ("oss-ddp", "adascale")  # where torch's DDP communicates: its errors are torch's own
 STEPS, SAVE_EVERY, WIDTH, CHUNKS = 8, 2, 8, 4
 SNAPSHOTS = "snapshots"
+NEVER = 3600.0  # Seconds of a limit beyond that of `run_ranks`: a rank that waits for it fails its test.
 Whole = Callable[[str, int], Path]
 """The folder of a run without faults, of a kind and a number of ranks."""
 
@@ -59,6 +63,20 @@ class Block(nn.Module):
         return y
 
 
+class ExpertBlock(nn.Module):
+    """A mixture of experts that the ranks divide."""
+
+    def __init__(self, index: int, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.index, self.norm = index, nn.LayerNorm(WIDTH)
+        self.moe = MoE(WIDTH, 12, 4, TokenChoice(2), process_group=group, batch_process_group=group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        faults.reach("user.forward", f"block {self.index}")
+        y: Tensor = x + self.moe(self.norm(x))
+        return y
+
+
 @dataclass
 class Training:
     """A model with what trains it.
@@ -70,6 +88,7 @@ class Training:
         backward: Computes gradients of a step's batch on this rank, and returns its loss.
         evaluate: The loss of a batch without gradients.
         group: The ranks.
+        called: What computes a forward; of a pipeline its model.
     """
 
     model: nn.Module
@@ -78,6 +97,7 @@ class Training:
     backward: Callable[[int], Tensor]
     evaluate: Callable[[int], float]
     group: dist.ProcessGroup
+    called: nn.Module
 
     def step(self, step: int) -> str:
         """One step; returns its loss to the bit. A step that failed has left nothing behind."""
@@ -122,17 +142,20 @@ def batch_of(step: int, replica: int) -> tuple[Tensor, Tensor]:
     return both[0], both[1]
 
 
-def build(kind: str, limit_seconds: float, check_inputs: bool = False) -> Training:
+def build(kind: str, limit_seconds: float, check_inputs: bool = False, blocks: nn.Sequential | None = None) -> Training:
     """Builds a training on all ranks that waits for others no longer than the limit.
 
     Args:
-        kind: One of `KINDS` or `OVER_DDP`.
+        kind: One of `KINDS` or `OVER_DDP`, or `EXPERTS`.
         limit_seconds: The longest wait.
         check_inputs: Of `parallelize`.
+        blocks: The model, of four blocks; by default one with the same weights on all ranks.
     """
     group = cast(dist.ProcessGroup, dist.new_group(timeout=timedelta(seconds=limit_seconds)))
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(index) for index in range(4)))
+    if blocks is None:
+        make = partial(ExpertBlock, group=group) if kind == EXPERTS else Block
+        blocks = nn.Sequential(*(make(index) for index in range(4)))
     model: nn.Module = blocks
     optimizer: Optimizer | None = None
     replica = dist.get_rank()
@@ -151,11 +174,16 @@ def build(kind: str, limit_seconds: float, check_inputs: bool = False) -> Traini
     elif kind == "tp":
         plan = {"*.up": "colwise", "*.down": "rowwise"}
         called, replica = parallelize(model, plan, group, check_inputs=check_inputs), 0
+    elif kind == EXPERTS:
+        called = model
+        average_replicated_gradients(model, group)
     elif kind == "pipe":
         world = dist.get_world_size()
-        model = pipe = DistributedPipe(blocks, "1f1b", balance=[4 // world] * world, chunks=CHUNKS, process_group=group)
+        called = model = pipe = DistributedPipe(
+            blocks, "1f1b", balance=[4 // world] * world, chunks=CHUNKS, process_group=group
+        )
     else:
-        raise ValueError(f"expected one of {KINDS + OVER_DDP}, got {kind!r}")
+        raise ValueError(f"expected one of {(*KINDS, EXPERTS, *OVER_DDP)}, got {kind!r}")
 
     def evaluate(step: int) -> float:
         x, target = batch_of(step, replica)
@@ -188,6 +216,7 @@ def build(kind: str, limit_seconds: float, check_inputs: bool = False) -> Traini
         backward_of_pipe if kind == "pipe" else backward,
         evaluate,
         group,
+        called,
     )
 
 
@@ -199,20 +228,18 @@ class Ended:
         kind: The name of the error's class.
         text: Its message.
         step: In which step, from 1.
-        seconds: How long after that step had begun.
     """
 
     kind: str
     text: str
     step: int
-    seconds: float
 
 
 def train(
     kind: str,
     folder: str,
     put: Sequence[faults.Fault] = (),
-    limit_seconds: float = 120.0,
+    limit_seconds: float = NEVER,
     batches: Mapping[int, int] | None = None,
     retry: bool = False,
     steps: int = STEPS,
@@ -221,7 +248,7 @@ def train(
     """Trains from the newest snapshot to the last step, and returns the step that it began after.
 
     Args:
-        kind: One of `KINDS`.
+        kind: One of `KINDS`, or `EXPERTS`.
         folder: Of the run.
         put: The faults; each waits for its rank.
         limit_seconds: The longest wait for another rank.
@@ -235,11 +262,10 @@ def train(
     (place / f"ended-{rank}").unlink(missing_ok=True)
     training = build(kind, limit_seconds)
     first = training.resume(place)
-    step, began = first + 1, time.monotonic()
+    step = first + 1
     with faults.inject(*put):
         try:
             while step <= (batches or {}).get(rank, steps):
-                began = time.monotonic()
                 faults.begin_step(step)
                 try:
                     loss = training.step(step)
@@ -259,8 +285,11 @@ def train(
                             training.save(place, step)
                 step += 1
         except Exception as error:
+            if kind == EXPERTS and isinstance(error, faults.InjectedError):
+                _write(place, Ended(type(error).__name__, str(error), step))
+                raise  # The others hear of it by the end of this process.
             gone = {fault.rank for fault in put if fault.action in ("kill", "stop")} | (batches or {}).keys()
-            how = Ended(type(error).__name__, str(error), step, time.monotonic() - began)
+            how = Ended(type(error).__name__, str(error), step)
             _tell(place, put, dist.get_world_size() - len(gone), how)
             raise
     return first
@@ -269,7 +298,7 @@ def train(
 def _tell(place: Path, put: Sequence[faults.Fault], survivors: int, ended: Ended) -> None:
     """Writes how this rank ended, and waits until all others that can do so have: its end is not to be the first."""
     _write(place, ended)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600  # As long as `run_ranks` waits: where one never does, the test fails there.
     while len(list(place.glob("ended-*"))) < survivors and time.monotonic() < deadline:
         time.sleep(0.02)
     for fault in put:
@@ -278,9 +307,9 @@ def _tell(place: Path, put: Sequence[faults.Fault], survivors: int, ended: Ended
                 os.kill(int((place / f"pid-{fault.rank}").read_text()), signal.SIGKILL)
 
 
-def say_how_it_ended(folder: Path, error: Exception, seconds: float) -> None:
+def say_how_it_ended(folder: Path, error: Exception) -> None:
     """Writes the error of this rank's own program."""
-    _write(folder, Ended(type(error).__name__, str(error), 0, seconds))
+    _write(folder, Ended(type(error).__name__, str(error), 0))
 
 
 def _write(place: Path, ended: Ended) -> None:

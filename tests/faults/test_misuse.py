@@ -42,6 +42,6 @@ def differences() -> list[str]:
     return wrong
 
 
-@pytest.mark.fault(77)
+@pytest.mark.fault(77, techniques=("fsdp", "oss", "tp", "pipe"))
 def test_no_backward_moves_nothing_and_two_add_up() -> None:
     assert run_ranks(differences, 2) == [[], []]

@@ -35,6 +35,7 @@ def test_a_killed_rank_is_restarted_and_nothing_is_lost(seed: int) -> None:
     assert "1 faults" in told and "different: nothing" in told
 
 
+@pytest.mark.fault(15, place="faults that a seed draws, for two minutes")
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks end with torchrun's agent as Linux has it")
 @pytest.mark.parametrize("kind", ["fsdp", "oss", "tp", "pipe"])

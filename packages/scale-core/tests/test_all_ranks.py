@@ -80,10 +80,8 @@ def lose_a_rank(folder: Path) -> ScaleDistributedError | None:
         while len(list(folder.iterdir())) < group.size - 1:
             time.sleep(0.02)
         return None
-    began = time.monotonic()
     with pytest.raises(ScaleDistributedError) as caught:
         call.all_ranks(lambda: None)
-    assert time.monotonic() - began < scaled_by_load(30)
     (folder / str(group.rank)).touch()
     return caught.value
 

@@ -112,7 +112,7 @@ def test_what_nobody_used_gets_zeros() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.fault(74)
+@pytest.mark.fault(74, techniques=("fsdp",))
 def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
     """Micro-batches are summed in a dtype that is wide enough, and sent once."""
     group = group_of()
@@ -132,7 +132,7 @@ def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
 
 
 @pytest.mark.ranks(3)
-@pytest.mark.fault(74)
+@pytest.mark.fault(74, techniques=("fsdp",))
 def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
     group, params = group_of(), whole_params(torch.bfloat16)
     buffer = make(group, DtypePolicy(reduce=torch.float32), params=params)

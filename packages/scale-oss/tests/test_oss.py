@@ -124,6 +124,7 @@ def test_parameters_in_a_sparse_layout_are_refused_by_name() -> None:
     assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 1
 
 
+@pytest.mark.fault(84)
 def test_a_copy_that_would_update_nothing_is_refused() -> None:
     model = layers()
     optimizer = OSS(model.parameters(), torch.optim.Adam)
@@ -448,6 +449,7 @@ def test_after_a_failure_nothing_is_stepped_on_and_all_is_sent() -> None:
     assert params[0].tolist() == pytest.approx([0.9, 0.9]) and params[1].tolist() == [1, 1]
 
 
+@pytest.mark.fault(115)
 @pytest.mark.ranks(3)
 def test_replicas_that_diverge_are_named_before_a_step() -> None:
     """The error on this rank, and how many steps went well before."""
@@ -471,6 +473,7 @@ def test_replicas_that_diverge_are_named_before_a_step() -> None:
     assert "'scale' [3]: ranks 0, 2 hold equal values, and others than these: rank 1" in text
 
 
+@pytest.mark.fault(26)
 @pytest.mark.ranks(2)
 def test_the_first_step_finds_different_initial_weights() -> None:
     model = nn.Linear(3, 2)

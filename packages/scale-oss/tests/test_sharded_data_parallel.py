@@ -224,6 +224,7 @@ def test_freezing_between_backward_and_step_is_that_of_ddp() -> None:
         assert [bucket.is_gathering for bucket in optimizer.buckets] == [False, True]
 
 
+@pytest.mark.fault(82)
 @pytest.mark.ranks(2)
 def test_odd_parameters_train_as_under_ddp() -> None:
     def as_real_numbers(_, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, and takes no words for them.
@@ -427,6 +428,7 @@ def test_updated_parameters_are_awaited_at_their_first_use() -> None:
         assert all(not bucket.is_gathering for bucket in optimizer.buckets)
 
 
+@pytest.mark.fault(29)
 @pytest.mark.ranks(2)
 def test_parameters_unused_on_a_rank_count_as_zeros() -> None:
     """Zeros count where a rank has not used a parameter; what nobody used has no gradient."""
@@ -510,6 +512,7 @@ def test_gradients_can_travel_in_half_precision() -> None:
     assert torch.equal(piece.grad.reshape(-1), mean[span.start : span.stop])
 
 
+@pytest.mark.fault(20)
 @pytest.mark.ranks(2)
 def test_a_rank_that_runs_out_of_data_counts_nothing() -> None:
     """Two batches here, one there: the second step is that of the rank that has one."""
@@ -743,6 +746,7 @@ def test_importing_the_package_starts_nothing() -> None:
     assert run.stdout.split() == ["1", "0"]
 
 
+@pytest.mark.fault(72)
 @pytest.mark.ranks(1, 3)
 def test_torch_s_own_clipping_finds_the_averaged_gradients() -> None:
     """The pieces are clipped, in a norm that is that of the whole; a rank without pieces takes part."""

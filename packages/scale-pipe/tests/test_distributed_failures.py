@@ -73,6 +73,7 @@ def failing(when: str, here: bool) -> Iterator[None]:
         Fragile.when = ""
 
 
+@pytest.mark.fault(11)
 @pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize(
     "num_ranks, schedule, balance",
@@ -221,6 +222,7 @@ def test_a_cap_that_the_solver_can_not_keep_is_refused_once() -> None:
     pipe.step(x, target=target, loss_fn=mse)
 
 
+@pytest.mark.fault(24, 25)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "options, first, second",

@@ -101,6 +101,7 @@ def test_a_weight_on_two_ranks_has_the_sum_of_both_gradients(schedule: str, bala
     check_grads(pipe, tied_grads(pipe, 1, 2), assert_near)
 
 
+@pytest.mark.fault(26)
 @pytest.mark.ranks(2)
 def test_copies_of_a_tied_weight_begin_equal() -> None:
     pipe = tied_pipe()
@@ -112,6 +113,7 @@ def test_copies_of_a_tied_weight_begin_equal() -> None:
     check_grads(pipe, tied_grads(pipe, 1))
 
 
+@pytest.mark.fault(97)
 @pytest.mark.ranks(2)
 def test_a_tied_weight_is_frozen_in_all_stages_or_none() -> None:
     pipe = tied_pipe()
@@ -162,6 +164,7 @@ def test_a_weight_on_two_stages_of_one_rank_is_added_up() -> None:
     check_grads(pipe, grads, assert_near)  # type: ignore[arg-type]
 
 
+@pytest.mark.fault(115)
 @pytest.mark.ranks(2)
 def test_copies_of_a_tied_weight_that_come_apart_are_found() -> None:
     pipe = tied_pipe(check_replicas_every=1)
@@ -219,6 +222,7 @@ def test_three_steps_of_adamw_are_those_of_one_process(stepped_by: str) -> None:
         assert_equal(param, model.get_parameter(name), name)
 
 
+@pytest.mark.fault(72)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
 def test_gradients_are_clipped_by_the_norm_over_all_stages(norm_type: float) -> None:

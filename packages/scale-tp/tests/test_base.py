@@ -159,6 +159,7 @@ def test_optimizers_that_would_be_wrong_on_parts_are_refused() -> None:
     assert all(torch.equal(param, old) for param, old in zip(layer.parameters(), before, strict=True))
 
 
+@pytest.mark.fault(70)
 @pytest.mark.ranks(2)
 def test_an_infinity_on_one_rank_is_a_step_on_none() -> None:
     group = group_of()

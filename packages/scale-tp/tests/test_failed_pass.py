@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -16,7 +15,7 @@ from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
 from scale_tp import failed_pass, parallelize
 
-LIMIT_SECONDS = 300  # Nobody waits for it.
+LIMIT_SECONDS = 3600  # Longer than a test may last: who waits for it fails the test.
 
 
 def build(group: Any = None) -> nn.Sequential:
@@ -74,14 +73,13 @@ def test_others_hear_at_once_of_a_rank_that_fails_in_a_pass(
     model(x).sum().backward()
     hook = let_fail(model[num_block], 1)
     error, text = (ValueError, own_error) if rank == 1 else (TransferError, rf"\n  rank 1: {told}")
-    began = time.monotonic()
     with pytest.raises(error, match=text) as caught:
         for _ in range(2):  # The others may be in a backward pass, and then in the next forward.
             model(x).sum().backward()
     notes = " ".join(getattr(caught.value, "__notes__", []))
     hook.remove()
     if rank != 1:
-        assert time.monotonic() - began < LIMIT_SECONDS / 2 and "in a sum of [2, 4]" in notes
+        assert "in a sum of [2, 4]" in notes
         return
     if let_fail is raise_before:
         assert "are in the middle of this pass" in notes and "start from the last checkpoint" in notes

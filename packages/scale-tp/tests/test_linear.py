@@ -188,6 +188,7 @@ def test_heads_that_are_copies_count_once(num_ranks: int) -> None:
         RowParallelLinear(1, 3, process_group=group, split=split)
 
 
+@pytest.mark.fault(84)
 @pytest.mark.ranks("num_ranks")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_shards_survive_copies_pickles_and_moves(num_ranks: int) -> None:

@@ -101,6 +101,7 @@ def test_ddp_over_the_ranks_of_a_layer_is_refused() -> None:
     plain(torch.ones(1, 4)).sum().backward()
 
 
+@pytest.mark.fault(72)
 @pytest.mark.ranks(2)
 def test_torch_s_own_clipping_measures_the_parts_of_all_ranks() -> None:
     torch.manual_seed(0)

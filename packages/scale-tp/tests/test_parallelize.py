@@ -99,6 +99,7 @@ def test_each_element_counts_once_in_the_norm_of_the_gradients() -> None:
     torch.testing.assert_close(norm.weight.grad, plain.get_submodule("model.norm").weight.grad, rtol=0, atol=1e-10)
 
 
+@pytest.mark.fault(84)
 @pytest.mark.ranks(2)
 def test_copies_and_pickles_of_a_divided_model_compute_the_same() -> None:
     data = tokens(1)
@@ -315,6 +316,7 @@ def test_a_divided_weight_is_not_replaced_by_one_of_another_size(
         layer(inputs)
 
 
+@pytest.mark.fault(25)
 @pytest.mark.ranks(2)
 def test_ranks_with_different_models_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 6 + group_of().rank), nn.ReLU())
@@ -408,6 +410,7 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
     _refused(block, {"0.up": "colwise"}, r"expected one nn.ModuleList of blocks that holds all", sequence_parallel=True)
 
 
+@pytest.mark.fault(81)
 def test_an_optimizer_built_before_is_refused_when_it_steps() -> None:
     """It holds the full parameters, which nobody uses any more, and would train nothing."""
     model = nn.Sequential(Block())
@@ -588,6 +591,7 @@ def test_a_divided_model_is_not_divided_again() -> None:
     _refused(ours, {"0": "colwise"}, r"'1' is divided between the ranks \[0, 2\]")
 
 
+@pytest.mark.fault(87)
 def test_on_one_rank_nothing_changes() -> None:
     model = llama()
     before = [(type(module), id(module)) for module in model.modules()]

@@ -109,8 +109,7 @@ def flipped_norm(number: int, layers: nn.Module, optimizer: Optimizer) -> None:
         layers.get_parameter("0.norm.weight").data[0] += 0.5
 
 
-@pytest.mark.fault(97)
-@pytest.mark.fault(101)
+@pytest.mark.fault(97, 101)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("build", [parallelized, by_hand])
 @pytest.mark.parametrize(
@@ -130,7 +129,6 @@ def test_what_differs_is_an_error_in_the_next_forward(build: Callable[[], nn.Mod
     assert re.search(expected, text, re.DOTALL), text
 
 
-@pytest.mark.fault(97)
 @pytest.mark.fault(115)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("act", [flipped_bias, flipped_norm])

@@ -49,7 +49,7 @@ def train(parallel: str, rank: int, what: str, *, under_torchrun: bool) -> subpr
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.fault(106)
+@pytest.mark.fault(106, techniques=("ddp", "oss"))
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("parallel", ["ddp", "oss"])
 def test_an_error_of_one_rank_is_named_by_the_others(parallel, rank):
@@ -70,7 +70,7 @@ def test_an_error_without_a_text_is_named_by_its_class():
     assert "rank 1 raised MemoryError); go on with" in ended.stderr
 
 
-@pytest.mark.fault(106)
+@pytest.mark.fault(106, techniques=("ddp", "oss"))
 @pytest.mark.parametrize("parallel", ["ddp", "oss"])
 def test_a_rank_that_is_killed_is_told_without_a_traceback(parallel):
     ended = train(parallel, 1, "kill", under_torchrun=True)

@@ -25,7 +25,7 @@ def check_same_call(what: str, signature: str, group: Group, *, each_time: bool 
 
     Args:
         what: The name of the call.
-        signature: The facts that have to be equal.
+        signature: The facts that have to be equal, with "; " between them. An error shows the first that differs.
         group: The ranks that call it together.
         each_time: Compare it also where it was equal before, for calls whose messages do not carry the tag.
 
@@ -39,8 +39,8 @@ def check_same_call(what: str, signature: str, group: Group, *, each_time: bool 
     known, own = group.state.compared_calls, fingerprint_of(what, signature)
     if each_time or own not in known:
         if len({row[0] for row in exchange([own], group)}) > 1:
-            texts = exchange_text(f"{what}: {signature}", group)
-            by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            facts = _first_difference(exchange_text(f"{what}: {signature}", group))
+            by_rank = "; ".join(f"rank {rank}: {fact}" for rank, fact in enumerate(facts))
             raise ValueError(f"the ranks are about to do different things: {by_rank}: call it alike on all of them")
         known.add(own)
     if not each_time:
@@ -48,6 +48,14 @@ def check_same_call(what: str, signature: str, group: Group, *, each_time: bool 
         calls.fingerprint = fingerprint_of(calls.fingerprint, own)
         calls.last.append(f"{what}: {signature}")
     return tag
+
+
+def _first_difference(calls: Sequence[str]) -> list[str]:
+    """Returns of each call its name and its first fact that is not the same in all of them."""
+    rows = zip_longest(*(call.split("; ") for call in calls), fillvalue="nothing further")
+    index, facts = next((index, facts) for index, facts in enumerate(rows) if len(set(facts)) > 1)
+    names = [f"{call.partition(':')[0]}: " if index else "" for call in calls]
+    return [name + fact for name, fact in zip(names, facts, strict=True)]
 
 
 def forget_calls(ranks: Sequence[int]) -> None:
