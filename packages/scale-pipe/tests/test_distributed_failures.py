@@ -15,7 +15,7 @@ import torch.distributed as dist
 from distributed_cases import Plain, batch, check_grads, mlp, mse
 from torch import Tensor, nn
 
-from scale_core import ContractError, ScaleDistributedError, StepError
+from scale_core import ContractError, ScaleDistributedError, StepError, join
 from scale_core.consistency import flight_recorder as last_words
 from scale_core.testing import ranks as testing
 from scale_core.testing import run_ranks
@@ -278,3 +278,15 @@ def test_a_rank_that_dies_is_named_by_all_that_waited_for_it(tmp_path: Any, monk
         assert f"of stage {stage} for stage {rank}" in first and f"(stage {stage} is on rank {stage})" in first
         assert "rank 1: no flight record: it has exited" in first and "(in a step)" in first
         assert "have lost each other in an earlier step" in second
+
+
+@pytest.mark.ranks(2)
+def test_ranks_without_batches_are_refused_under_join() -> None:
+    """The last rank would pair its old target with the new input of the first one."""
+    pipe = DistributedPipe(mlp(2), "1f1b", balance=[3, 3], chunks=2)
+    x, target = batch()
+    batches = [(x, target)] * (2 - pipe.group.rank)
+    with pytest.raises(StageError, match=r"join\(\) has no batch left for one of the ranks") as raised:
+        for inputs, expected in join(batches):
+            pipe.step(inputs, target=expected, loss_fn=mse)
+    assert "DistributedSampler(drop_last=True)" in str(raised.value)

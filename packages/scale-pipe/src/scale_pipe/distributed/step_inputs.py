@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from scale_core import uneven_inputs
 from scale_core.tree import map_tensors
 from scale_pipe.distributed.errors import failure_from_error
 from scale_pipe.distributed.loss import BatchLoss
@@ -25,6 +26,12 @@ from scale_pipe.microbatch import (
 from scale_pipe.schedules.schedule import Schedule
 
 LossFunction = Callable[..., Any]
+
+_JOINED = (
+    "join() has no batch left for one of the ranks, and a pipeline can't train on the others alone: its ranks share one "
+    "batch, and a DistributedPipe does not weigh its gradients. Give all ranks the same number of batches, for example "
+    "DistributedSampler(drop_last=True), and leave join() out"
+)
 
 Optimizers = Optimizer | Mapping[int, Optimizer]
 """One for all stages of a rank, or one for each."""
@@ -63,6 +70,8 @@ def prepare_inputs(args: StepArgs, kind: StepKind, schedule: Schedule, rank: int
     stage = stages[0]
     try:
         _check_stage_inputs(args.stage_inputs, num_stages)
+        if kind is StepKind.STEP and uneven_inputs.active_share is not None:
+            raise RuntimeError(_JOINED)
         step_optimizer = None if args.optimizer is None else optimizer_stepper(args.optimizer, stages)
         chunk_sizes: list[ChunkSize] = []
         arguments: dict[int, Chunks] = {}
