@@ -28,7 +28,7 @@ from scale_pipe.schedules.schedule import Schedule
 LossFunction = Callable[..., Any]
 
 _JOINED = (
-    "join() has no batch left for one of the ranks, and a pipeline can't train on the others alone: its ranks share one "
+    "join() has no batch left for one of the ranks, and a pipeline can't train on the others alone: its ranks share a "
     "batch, and a DistributedPipe does not weigh its gradients. Give all ranks the same number of batches, for example "
     "DistributedSampler(drop_last=True), and leave join() out"
 )
