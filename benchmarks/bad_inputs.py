@@ -54,6 +54,7 @@ MODULES = (
     "scale_oss",
     "scale_pipe",
     "scale_tp",
+    "scale_tp.megatron",
     "scale_train",
 )
 SGD = torch.optim.SGD
@@ -145,7 +146,7 @@ def blocks() -> nn.Module:
 
 
 def memory_profile(model: nn.Module | None = None) -> Any:
-    from scale_checkpoint import profile_memory
+    from scale_checkpoint.planner.profile import profile_memory
 
     return profile_memory(model or blocks(), x, repeats=1)
 
@@ -157,7 +158,7 @@ def costs(stages: int = 2) -> Any:
 
 
 def schedule() -> Any:
-    from scale_pipe import one_forward_one_backward
+    from scale_pipe.schedules.classic import one_forward_one_backward
 
     return one_forward_one_backward(2, 4)
 
@@ -171,12 +172,6 @@ def simulation() -> Any:
 def optim_and_params() -> Arguments:
     model = layers()
     return {"module": model, "sharded_optimizer": oss(model)}
-
-
-def group() -> Any:
-    from scale_core import Group
-
-    return Group()
 
 
 def scheduler_and_optimizer() -> Arguments:
@@ -223,23 +218,15 @@ def linear() -> nn.Linear:
 CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_core.LateRanks": dict,
     "scale_core.ShardedGradScaler": lambda: {"device": "cpu"},
-    "scale_core.all_gather": lambda: {"output": torch.ones(4), "shard": torch.ones(4), "group": group()},
-    "scale_core.all_reduce": lambda: {"tensor": torch.ones(4), "group": group()},
-    "scale_core.all_to_all": lambda: {"output": torch.ones(4), "input": torch.ones(4), "group": group()},
-    "scale_core.broadcast": lambda: {"tensor": torch.ones(4), "group": group()},
-    "scale_core.reduce_scatter": lambda: {"full": torch.ones(4), "group": group()},
     "scale_core.check_replicas": lambda: {"model": layers()},
     "scale_core.clip_grad_norm_": lambda: {"params": params(), "max_norm": 1.0},
     "scale_core.grad_norm": lambda: {"params": params()},
-    "scale_core.full_numel": lambda: {"param": params()[0]},
-    "scale_core.full_shape": lambda: {"param": params()[0]},
-    "scale_core.shard_of": lambda: {"param": params()[0]},
     "scale_core.group_of": dict,
     "scale_core.join": lambda: {"batches": [x, x]},
     "scale_core.num_parameters": lambda: {"model": layers()},
-    "scale_core.register_grad_published_hook": lambda: {"callback": print},
-    "scale_core.register_local_grad_hook": lambda: {"callback": print},
-    "scale_core.register_reduced_grad_hook": lambda: {"callback": print},
+    "scale_core.hooks.autograd.register_grad_published_hook": lambda: {"callback": print},
+    "scale_core.hooks.autograd.register_local_grad_hook": lambda: {"callback": print},
+    "scale_core.hooks.autograd.register_reduced_grad_hook": lambda: {"callback": print},
     "scale_snapshot.save": lambda: {"directory": folder(), "step": 1, "objects": {"model": layers()}},
     "scale_snapshot.async_save": lambda: {"directory": folder(), "step": 1, "objects": {"model": layers()}},
     "scale_snapshot.load": lambda: {"directory": saved(), "objects": {"model": layers()}},
@@ -264,6 +251,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_snapshot.convert.convert_checkpoint": lambda: {"source": torch_saved(), "destination": folder() + "/made"},
     "scale_snapshot.convert.open_checkpoint": lambda: {"path": torch_saved()},
     "scale_adascale.AdaScale": lambda: {"optimizer": SGD(params(), lr=0.1)},
+    "scale_adascale.AdaScaleOptions": dict,
     "scale_adascale.AdaScaleWrapper": lambda: {"params": params(), "lr": 0.1},
     "scale_adascale.GainScheduler": scheduler_and_optimizer,
     "scale_adascale.fit_speed": lambda: {"seconds": {8: 0.1, 16: 0.2}},
@@ -280,48 +268,53 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_checkpoint.LayerMemoryTracker": lambda: {"model": layers()},
     "scale_checkpoint.apply_checkpointing": lambda: {"module": layers(), "how": "recompute"},
     "scale_checkpoint.apply_plan": lambda: _plan(),
-    "scale_checkpoint.best_plan": lambda: {"profile": memory_profile(), "budget_bytes": 10**9},
+    "scale_checkpoint.planner.plan.best_plan": lambda: {"profile": memory_profile(), "budget_bytes": 10**9},
     "scale_checkpoint.check_recomputation": lambda: {"model": layers()},
     "scale_checkpoint.checkpoint_modules": lambda: {"model": layers(), "select": ["0"]},
     "scale_checkpoint.checkpoint_wrapper": lambda: {"module": linear()},
-    "scale_checkpoint.is_checkpointed": lambda: {"module": layers()},
-    "scale_checkpoint.measure_step": lambda: {"model": blocks(), "sample_input": x, "repeats": 1},
-    "scale_checkpoint.memory_front": lambda: {"profile": memory_profile()},
+    "scale_checkpoint.wrapper.is_checkpointed": lambda: {"module": layers()},
+    "scale_checkpoint.planner.step.measure_step": lambda: {"model": blocks(), "sample_input": x, "repeats": 1},
+    "scale_checkpoint.planner.plan.memory_front": lambda: {"profile": memory_profile()},
     "scale_checkpoint.offload_activations": dict,
-    "scale_checkpoint.patch_batchnorm": lambda: {"module": nn.BatchNorm1d(4)},
+    "scale_checkpoint.recompute.batch_norm.patch_batchnorm": lambda: {"module": nn.BatchNorm1d(4)},
     "scale_checkpoint.plan_memory": lambda: {"model": blocks(), "sample_input": x, "budget_bytes": 10**9},
-    "scale_checkpoint.profile_memory": lambda: {"model": blocks(), "sample_input": x, "repeats": 1},
+    "scale_checkpoint.planner.profile.profile_memory": lambda: {"model": blocks(), "sample_input": x, "repeats": 1},
     "scale_checkpoint.suggest_checkpoint_location": lambda: _traces(),
+    "scale_fsdp.ShardOptions": dict,
     "scale_fsdp.FullyShardedDataParallel": lambda: {"module": layers()},
     "scale_fsdp.fully_shard": lambda: {"module": layers()},
     "scale_fsdp.OffloadOptimizer": lambda: {"optim_cls": torch.optim.AdamW, "params": sharded().parameters()},
     "scale_fsdp.ShardedEMA": lambda: {"model": sharded()},
-    "scale_fsdp.auto_wrap": lambda: {"module": layers()},
-    "scale_fsdp.consolidate_local_state_dicts": lambda: _local_state(),
+    "scale_fsdp.wrapping.auto_wrap.auto_wrap": lambda: {"module": layers()},
+    "scale_fsdp.state_dict.local.consolidate_local_state_dicts": lambda: _local_state(),
     "scale_fsdp.describe": lambda: {"model": sharded()},
-    "scale_fsdp.enable_wrap": dict,
+    "scale_fsdp.wrapping.auto_wrap.enable_wrap": dict,
     "scale_fsdp.full_optim_state_dict": lambda: pooled(),
     "scale_fsdp.full_state_dict": lambda: pooled(optimizer=False),
     "scale_fsdp.fully_shard_modules": lambda: {"module": layers(), "policy": _policy()},
-    "scale_fsdp.get_fsdp_instances": lambda: {"mod": sharded()},
+    "scale_fsdp.wrapping.auto_wrap.get_fsdp_instances": lambda: {"mod": sharded()},
     "scale_fsdp.no_split_policy": lambda: {"model": _no_split()},
-    "scale_fsdp.plan_units": lambda: {"module": layers(), "policy": _policy()},
+    "scale_fsdp.wrapping.auto_wrap.plan_units": lambda: {"module": layers(), "policy": _policy()},
     "scale_fsdp.register_fsdp_forward_method": lambda: {"module": sharded(), "method_name": "extra_repr"},
     "scale_fsdp.reshard_to": lambda: pooled(optimizer=False),
     "scale_fsdp.shard_optim_state_dict": lambda: full_state(),
     "scale_fsdp.size_policy": lambda: {"min_num_params": 10},
-    "scale_fsdp.wrap": lambda: {"module": layers()},
+    "scale_fsdp.wrapping.auto_wrap.wrap": lambda: {"module": layers()},
+    "scale_oss.OSSOptions": dict,
+    "scale_oss.OuterStep": dict,
+    "scale_oss.LocalSGDOptions": dict,
     "scale_oss.OSS": lambda: {"params": params(), "optim": SGD, "lr": 0.1},
     "scale_oss.ShardedDataParallel": lambda: optim_and_params(),
     "scale_oss.LocalSGD": lambda: {**sgd_and_model(), "sync_every": 2},
     "scale_oss.SplitOptimizer": lambda: _split_optimizer(),
     "scale_oss.split_by": lambda: {"model": layers(), "matrix": spec(), "other": spec()},
+    "scale_pipe.PipelineOptions": dict,
     "scale_pipe.Costs": lambda: {"forward": (1.0,), "input_gradient": (1.0,), "weight_gradient": (1.0,), "link": ()},
     "scale_pipe.DeferredBatchNorm": lambda: {"num_features": 4},
     "scale_pipe.DistributedPipe": lambda: {"module": layers(), "balance": [3], "chunks": 2},
     "scale_pipe.Pipe": lambda: {"module": layers(), "balance": [3], "devices": ["cpu"], "chunks": 2},
-    "scale_pipe.StagePlacement": lambda: {"rank_of": (0, 1)},
-    "scale_pipe.balance_by_makespan": lambda: {
+    "scale_pipe.schedules.placement.StagePlacement": lambda: {"rank_of": (0, 1)},
+    "scale_pipe.partition.balance.balance_by_makespan": lambda: {
         "partitions": 2,
         "module": layers(),
         "sample": x,
@@ -330,23 +323,33 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     },
     "scale_pipe.balance_by_size": lambda: {"partitions": 2, "module": layers(), "input": x},
     "scale_pipe.balance_by_time": lambda: {"partitions": 2, "module": layers(), "sample": x, "seconds": 0.01},
-    "scale_pipe.chrome_trace": lambda: {"simulation": simulation()},
-    "scale_pipe.draw": lambda: {"simulations": simulation()},
-    "scale_pipe.save_chrome_trace": lambda: {"simulation": simulation(), "path": folder() + "/trace.json"},
-    "scale_pipe.save_drawing": lambda: {"simulations": simulation(), "path": folder() + "/drawing.svg"},
-    "scale_pipe.dual_pipe_v": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.gpipe": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.interleaved_1f1b": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.looped_breadth_first": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.one_forward_one_backward": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.v_half": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.v_min": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.zb_h1": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.zb_v": lambda: {"num_ranks": 2, "num_micro_batches": 4},
-    "scale_pipe.lower_bound": lambda: {"placement": schedule().placement, "num_micro_batches": 4, "costs": costs()},
+    "scale_pipe.schedules.visualize.chrome_trace": lambda: {"simulation": simulation()},
+    "scale_pipe.schedules.visualize.draw": lambda: {"simulations": simulation()},
+    "scale_pipe.schedules.visualize.save_chrome_trace": lambda: {
+        "simulation": simulation(),
+        "path": folder() + "/trace.json",
+    },
+    "scale_pipe.schedules.visualize.save_drawing": lambda: {
+        "simulations": simulation(),
+        "path": folder() + "/drawing.svg",
+    },
+    "scale_pipe.schedules.zero_bubble.dual_pipe_v": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.classic.gpipe": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.classic.interleaved_1f1b": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.classic.looped_breadth_first": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.classic.one_forward_one_backward": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.zero_bubble.v_half": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.zero_bubble.v_min": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.zero_bubble.zb_h1": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.zero_bubble.zb_v": lambda: {"num_ranks": 2, "num_micro_batches": 4},
+    "scale_pipe.schedules.solver.bounds.lower_bound": lambda: {
+        "placement": schedule().placement,
+        "num_micro_batches": 4,
+        "costs": costs(),
+    },
     "scale_pipe.simulate": lambda: {"schedule": schedule(), "costs": costs()},
     "scale_pipe.solve": lambda: {"costs": costs(), "num_ranks": 2, "num_micro_batches": 2, "visits": 10},
-    "scale_pipe.validate": lambda: {"schedule": schedule()},
+    "scale_pipe.schedules.validate.validate": lambda: {"schedule": schedule()},
     "scale_pipe.profile_stages": lambda: {"stages": [linear()], "seconds": 0.01, "input": x},
     "scale_pipe.shared_parameters": lambda: {"stages": [*layers()]},
     "scale_pipe.split": lambda: {"model": layers(), "cuts": ["1"]},
@@ -359,34 +362,35 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_tp.VocabParallelEmbedding": lambda: {"num_embeddings": 4, "embedding_dim": 4},
     "scale_tp.ParallelLayerNorm": lambda: {"normalized_shape": 4},
     "scale_tp.ParallelRMSNorm": lambda: {"normalized_shape": 4},
+    "scale_tp.LayerOptions": dict,
     "scale_tp.Style": lambda: {"divides": "outputs"},
-    "scale_tp.copy_to_tensor_model_parallel_region": lambda: {"input_": x},
-    "scale_tp.reduce_from_tensor_model_parallel_region": lambda: {"input_": x},
-    "scale_tp.scatter_to_tensor_model_parallel_region": lambda: {"input_": x},
-    "scale_tp.gather_from_tensor_model_parallel_region": lambda: {"input_": x},
-    "scale_tp.scatter_to_sequence_parallel_region": lambda: {"input_": x},
-    "scale_tp.gather_from_sequence_parallel_region": lambda: {"input_": x},
-    "scale_tp.reduce_scatter_to_sequence_parallel_region": lambda: {"input_": x},
-    "scale_tp.divide": lambda: {"numerator": 4, "denominator": 2},
-    "scale_tp.ensure_divisibility": lambda: {"numerator": 4, "denominator": 2},
+    "scale_tp.megatron.copy_to_tensor_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.megatron.reduce_from_tensor_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.megatron.scatter_to_tensor_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.megatron.gather_from_tensor_model_parallel_region": lambda: {"input_": x},
+    "scale_tp.megatron.scatter_to_sequence_parallel_region": lambda: {"input_": x},
+    "scale_tp.megatron.gather_from_sequence_parallel_region": lambda: {"input_": x},
+    "scale_tp.megatron.reduce_scatter_to_sequence_parallel_region": lambda: {"input_": x},
+    "scale_tp.megatron.divide": lambda: {"numerator": 4, "denominator": 2},
+    "scale_tp.megatron.ensure_divisibility": lambda: {"numerator": 4, "denominator": 2},
     "scale_tp.full_state_dict": lambda: {"model": layers()},
     "scale_tp.load_full_state_dict": lambda: _full_model(),
-    "scale_tp.gather_linear": lambda: {"input": x, "weights": [torch.ones(4, 4)]},
-    "scale_tp.linear_scatter": lambda: {"input": x, "weight": torch.ones(4, 4)},
+    "scale_tp.async_tp.collective_matmul.gather_linear": lambda: {"input": x, "weights": [torch.ones(4, 4)]},
+    "scale_tp.async_tp.collective_matmul.linear_scatter": lambda: {"input": x, "weight": torch.ones(4, 4)},
     "scale_tp.init_as_full": lambda: {"module": _column(), "function": lambda module: None},
     "scale_tp.initialize_model_parallel": lambda: _ranks() | {"tensor_model_parallel_size": 1},
     "scale_tp.join_sequence": lambda: {"tensor": torch.ones(2, 4)},
     "scale_tp.split_sequence": lambda: {"tensor": torch.ones(2, 4)},
-    "scale_tp.model_parallel_cuda_manual_seed": lambda: {"seed": 1},
+    "scale_tp.megatron.model_parallel_cuda_manual_seed": lambda: {"seed": 1},
     "scale_tp.model_parallel_manual_seed": lambda: {"seed": 1},
     "scale_tp.parallelize": lambda: {"model": _net(), "plan": {"0": "colwise", "2": "rowwise"}},
     "scale_tp.position_ids": lambda: {"length": 4},
     "scale_tp.record_sequence_lengths": lambda: {"lengths": [4]},
-    "scale_tp.register_grad_all_reduce": lambda: {"module": linear()},
+    "scale_tp.layers.norm.register_grad_all_reduce": lambda: {"module": linear()},
     "scale_tp.ring_attention": lambda: {"query": head(), "key": head(), "value": head()},
     "scale_tp.ulysses_attention": lambda: {"query": head(), "key": head(), "value": head()},
-    "scale_tp.split_heads": lambda: {"num_heads": 4, "num_key_value_heads": 2, "num_ranks": 2},
-    "scale_tp.split_tensor_along_last_dim": lambda: {"tensor": x, "num_partitions": 2},
+    "scale_tp.split.split_heads": lambda: {"num_heads": 4, "num_key_value_heads": 2, "num_ranks": 2},
+    "scale_tp.megatron.split_tensor_along_last_dim": lambda: {"tensor": x, "num_partitions": 2},
     "scale_tp.vocab_parallel_cross_entropy": lambda: {
         "vocab_parallel_logits": torch.ones(2, 4),
         "target": torch.tensor([0, 1]),
@@ -395,7 +399,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
 
 
 def _plan() -> Arguments:
-    from scale_checkpoint import best_plan
+    from scale_checkpoint.planner.plan import best_plan
 
     model = blocks()
     return {"model": model, "plan": best_plan(memory_profile(model), 10**9)}
@@ -685,7 +689,17 @@ RIGHT: dict[str, tuple[str, ...]] = {
     "scale_pipe.split.hold": ("empty",),
     "scale_pipe.split.pass_on": ("empty",),
     "scale_pipe.verify_skippables.module": ("empty",),
-    "scale_tp.gather_linear.weights": ("empty",),  # No product.
+    "scale_tp.async_tp.collective_matmul.gather_linear.weights": ("empty",),  # No product.
+    # Whoever takes the options refuses these.
+    "scale_adascale.AdaScaleOptions.power": ("an object of no use", "below zero", "no number", "a number as text"),
+    "scale_fsdp.ShardOptions.limit_seconds": ("below zero", "no number"),
+    "scale_oss.LocalSGDOptions.limit_seconds": ("below zero", "no number"),
+    "scale_oss.OSSOptions.bucket_numel": ("below zero",),
+    "scale_oss.OSSOptions.limit_seconds": ("below zero", "no number"),
+    "scale_pipe.PipelineOptions.limit_seconds": ("below zero", "no number"),
+    "scale_pipe.PipelineOptions.memory_cap": ("below zero", "no number", "empty"),
+    "scale_pipe.PipelineOptions.stages_per_rank": ("below zero",),
+    "scale_tp.LayerOptions.split": ("an object of no use",),
 }
 """Sorts of wrong values that are right for a parameter, by its name or by its callable and name."""
 

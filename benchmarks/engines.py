@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 import scale_fsdp
 import scale_oss
+from scale_fsdp import ShardOptions
 
 VOCABULARY = 256
 LEARNING_RATE = 1e-3
@@ -145,8 +146,12 @@ def fsdp2(model: nn.Module) -> nn.Module:
 def _scale(reshard: bool, flatten: bool = False) -> Callable[[nn.Module], nn.Module]:
     def shard(model: nn.Module) -> nn.Module:
         for block in model.blocks:  # type: ignore[union-attr]
-            scale_fsdp.fully_shard(block, reshard_after_forward=reshard, flatten_parameters=flatten)
-        return scale_fsdp.fully_shard(model, reshard_after_forward=reshard, flatten_parameters=flatten)
+            scale_fsdp.fully_shard(
+                block, reshard_after_forward=reshard, options=ShardOptions(flatten_parameters=flatten)
+            )
+        return scale_fsdp.fully_shard(
+            model, reshard_after_forward=reshard, options=ShardOptions(flatten_parameters=flatten)
+        )
 
     return shard
 

@@ -5,7 +5,7 @@
     python benchmarks/fewer_bytes.py --date 2026-11-28      # also writes results/2026-11-28-fewer_bytes.*
 
 The model, the text, the order of the data, AdamW and the learning rate are those of `scale-train lm`; each block is a
-unit of `fully_shard(..., communication=...)`, the rest another one. gloo, one thread per rank.
+unit of `fully_shard` with `ShardOptions(communication=...)`, the rest another one. gloo, one thread per rank.
 
 A step: the tiny size, with few tokens; the ways take turns, so that a machine that is busy for a while is so for all of
 them. "sent" is what one rank writes to its sockets in a step, counted by the kernel; "formula" is what its collectives
@@ -41,7 +41,7 @@ from scale_check.simulate import simulate
 from scale_check.simulate.traffic import Collective
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
-from scale_fsdp import CommunicationPolicy, MixedPrecisionPolicy, fully_shard
+from scale_fsdp import CommunicationPolicy, MixedPrecisionPolicy, ShardOptions, fully_shard
 from scale_fsdp.runtime.unit import units_in
 from scale_train.data import Sampler, read_text, slice_of_rank, windows_at
 from scale_train.model import GPT, ModelConfig
@@ -103,7 +103,7 @@ class Run:
 def shard(model: GPT, way: Way) -> GPT:
     policy = MixedPrecisionPolicy(param_dtype=way.dtype, reduce_dtype=way.dtype)
     for unit in (*model.blocks, model):
-        options: dict[str, Any] = {"mp_policy": policy, "communication": way.policy}
+        options: dict[str, Any] = {"mp_policy": policy, "options": ShardOptions(communication=way.policy)}
         fully_shard(unit, **options, reshard_after_forward=way.reshard if unit is not model else None)
     return model
 

@@ -90,7 +90,11 @@ def plain(device: torch.device, steps: int, around: Around) -> Losses:
 def fsdp(device: torch.device, steps: int, around: Around, *, on_host: bool = False, **options: Any) -> Losses:
     model = layers(torch.device("cpu") if on_host else device)
     if on_host:
-        options |= {"offload_policy": scale_fsdp.CPUOffloadPolicy(), "compute_device": device}
+        options = {
+            "offload_policy": scale_fsdp.CPUOffloadPolicy(),
+            "options": scale_fsdp.ShardOptions(compute_device=device),
+            **options,
+        }
     for block in model:
         scale_fsdp.fully_shard(block, **options)
     scale_fsdp.fully_shard(model, **options)
@@ -103,7 +107,8 @@ def fsdp_bf16(device: torch.device, steps: int, around: Around) -> Losses:
 
 def fsdp_int8(device: torch.device, steps: int, around: Around, *, on_host: bool = False) -> Losses:
     policy = scale_fsdp.CommunicationPolicy(gather="int8", reduce="int8")
-    return fsdp(device, steps, around, on_host=on_host, communication=policy)
+    shard_options = scale_fsdp.ShardOptions(communication=policy, compute_device=device if on_host else None)
+    return fsdp(device, steps, around, on_host=on_host, options=shard_options)
 
 
 def offload_optimizer(device: torch.device, steps: int, around: Around, **options: Any) -> Losses:

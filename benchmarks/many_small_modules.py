@@ -58,7 +58,7 @@ ENGINES: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "plain": lambda model: model,
     "scale-fsdp": scale,
     "scale-fsdp, without resharding": lambda model: scale(model, reshard_after_forward=False),
-    "scale-fsdp, looks for NaN": lambda model: scale(model, error_if_nonfinite=True),
+    "scale-fsdp, looks for NaN": lambda model: scale(model, options=scale_fsdp.ShardOptions(error_if_nonfinite=True)),
     "torch FSDP2": fsdp2,
 }
 

@@ -34,20 +34,13 @@ from planner_models import PLANNED  # noqa: E402
 from report import RESULTS, Table, save  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from scale_checkpoint import (  # noqa: E402
-    MemoryPlan,
-    MemoryProfile,
-    apply_checkpointing,
-    apply_plan,
-    best_plan,
-    measure_step,
-    memory_front,
-    profile_memory,
-)
+from scale_checkpoint import apply_checkpointing, apply_plan  # noqa: E402
 from scale_checkpoint.live_memory import storage_bytes  # noqa: E402
 from scale_checkpoint.planner.chart import new_figure, plot_timelines  # noqa: E402
+from scale_checkpoint.planner.plan import MemoryPlan, best_plan, memory_front  # noqa: E402
+from scale_checkpoint.planner.profile import MemoryProfile, profile_memory  # noqa: E402
 from scale_checkpoint.planner.solver import minimum_peak  # noqa: E402
-from scale_checkpoint.planner.step import Step  # noqa: E402
+from scale_checkpoint.planner.step import Step, measure_step  # noqa: E402
 
 MIB = 2**20
 WAYS = ("keep", "recompute", "selective")

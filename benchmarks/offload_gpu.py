@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim import AdamW, Optimizer
 
 import scale_fsdp
-from scale_fsdp import OffloadOptimizer
+from scale_fsdp import OffloadOptimizer, ShardOptions
 
 GIB = 2**30
 BF16 = torch.bfloat16
@@ -52,7 +52,9 @@ def scale(model: GPT, device: torch.device, *, on_host: bool = False, **optimize
     """fully_shard with AdamW or, given its settings, OffloadOptimizer."""
     precision = scale_fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     place = scale_fsdp.CPUOffloadPolicy() if on_host else None
-    shard = partial(scale_fsdp.fully_shard, mp_policy=precision, offload_policy=place, compute_device=device)
+    shard = partial(
+        scale_fsdp.fully_shard, mp_policy=precision, offload_policy=place, options=ShardOptions(compute_device=device)
+    )
     if not on_host and model.positions.device != device:
         model = model.to(device)
     for block in model.blocks:

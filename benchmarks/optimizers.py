@@ -234,10 +234,10 @@ def build_optimizer(name: str, model: nn.Module) -> Optimizer:
 
 
 def build_oss(name: str, model: nn.Module, together: bool) -> Optimizer:
-    from scale_oss import OSS
+    from scale_oss import OSS, OSSOptions
 
     recipe = recipe_of(name)
-    return OSS(recipe.params(model), class_of(name), together=together, **recipe.options)
+    return OSS(recipe.params(model), class_of(name), options=OSSOptions(together=together), **recipe.options)
 
 
 def in_one_process(name: str, model: nn.Module, together: bool) -> Setup:

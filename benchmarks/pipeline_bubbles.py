@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass
 
 from report import Table, save
 
-from scale_pipe import Costs, StagePlacement, solve
+from scale_pipe import Costs, solve
+from scale_pipe.schedules.placement import StagePlacement
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A Llama of transformers, saved by its own `save_pretrained` in files of a tenth 
 long as its slower rank, and ratios are medians of ratios within one turn. Loading:
 
 - *plain read*: each rank reads its share of the bytes of all files into new memory, in pieces of 64 MiB.
-- *load_pretrained*: into a model of `fully_shard_modules(..., init=False)` on the meta device.
+- *load_pretrained*: into a model of `fully_shard_modules(..., options=ShardOptions(init=False))` on the meta device.
 - *with memory*: the same two into memory that was written to before.
 - *from_pretrained*: transformers reads the whole model on each rank, which is sharded afterwards.
 
@@ -45,7 +45,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from scale_core.testing import run_ranks
-from scale_fsdp import full_state_dict, fully_shard_modules, no_split_policy
+from scale_fsdp import ShardOptions, full_state_dict, fully_shard_modules, no_split_policy
 from scale_snapshot import load_pretrained, save_pretrained
 from scale_snapshot.format.safetensors_io import memory_of, opened, read_into
 
@@ -158,7 +158,7 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, float]
     found: dict[str, list[dict[str, float]]] = {}
 
     def load(way: str, *, cold: bool) -> tuple[dict[str, float], object]:
-        model = sharded(on_meta(config), init=False) if way.startswith("load") else None
+        model = sharded(on_meta(config), options=ShardOptions(init=False)) if way.startswith("load") else None
         memory = plain_read(files) if way == "plain read, with memory" else None
         if model is not None and "with memory" in way:
             load_pretrained(model, source)
@@ -180,7 +180,7 @@ def run(folder: str, options: dict[str, Any]) -> dict[str, list[dict[str, float]
                 del loaded
                 if turn >= 0:
                     found.setdefault(f"{kind}: {way}", []).append(spent)
-    model = sharded(on_meta(config), init=False)
+    model = sharded(on_meta(config), options=ShardOptions(init=False))
     load_pretrained(model, source)
     data = torch.ones(sum(file.stat().st_size for file in files) // dist.get_world_size(), dtype=torch.uint8)
     place = Path(folder) / "saved"

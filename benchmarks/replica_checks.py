@@ -21,7 +21,7 @@ from torch import nn
 
 from scale_core import check_replicas
 from scale_core.testing import run_ranks
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 
 EVERY = 100
 
@@ -30,7 +30,7 @@ def train(width: int, num_layers: int, turns: int) -> tuple[int, float, float]:
     """The bytes of the parameters, and the seconds of a step and of a comparison."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(num_layers)])
-    optimizer = OSS(model.parameters(), torch.optim.Adam, check_replicas_every=0)
+    optimizer = OSS(model.parameters(), torch.optim.Adam, options=OSSOptions(check_replicas_every=0))
     wrapped = ShardedDataParallel(model, optimizer)
     batch = torch.randn(16, width)
     steps, checks = [], []

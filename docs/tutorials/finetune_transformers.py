@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from scale_core import clip_grad_norm_, group_of
 from scale_core.launch import init_distributed
-from scale_fsdp import fully_shard_modules, no_split_policy
+from scale_fsdp import ShardOptions, fully_shard_modules, no_split_policy
 from scale_snapshot import load_pretrained, save_pretrained
 from scale_tp import destroy_model_parallel, parallelize
 
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     else:
         data = world
     policy = no_split_policy(model)  # the blocks that transformers names
-    fully_shard_modules(model, policy, mesh=data, init=False)
+    fully_shard_modules(model, policy, mesh=data, options=ShardOptions(init=False))
 
     # 3. Each rank reads its own part of the weights. The optimizer comes afterwards.
     load_pretrained(model, options.base)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import scale_snapshot
-from scale_core import all_reduce, group_of
+from scale_core import group_of
+from scale_core.comm.collectives import all_reduce
 from scale_core.launch import init_distributed
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import MixedPrecisionPolicy, fully_shard

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scale_core import Group, all_reduce, clip_grad_norm_, group_of
+from scale_core import Group, clip_grad_norm_, group_of
+from scale_core.comm.collectives import all_reduce
 from scale_core.launch import init_distributed
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import fully_shard

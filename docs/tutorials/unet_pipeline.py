@@ -21,14 +21,15 @@ from scale_core.launch import init_distributed
 from scale_pipe import (
     DistributedPipe,
     Namespace,
+    PipelineOptions,
     balance_by_time,
-    interleaved_1f1b,
     pop,
     simulate,
     skippable,
     stash,
     verify_skippables,
 )
+from scale_pipe.schedules.classic import interleaved_1f1b
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH, CHUNKS, SIZE, STAGES_PER_RANK = 32, 8, 16, 2
@@ -123,7 +124,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[float]]:
         "solve",
         balance=balance,
         chunks=CHUNKS,
-        stages_per_rank=STAGES_PER_RANK,
+        options=PipelineOptions(stages_per_rank=STAGES_PER_RANK),
         device=DEVICE,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=4e-3)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from trainings import train_beside
 
 import scale_snapshot
-from scale_core import BlockAtom
 from scale_core.comm.group import group_of
+from scale_core.flat.layout import BlockAtom
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_fsdp import fully_shard
+from scale_fsdp import ShardOptions, fully_shard
 from scale_oss import OSS
 
 BLOCK = 256
@@ -42,7 +42,7 @@ def units_of_blocks(
     make: Make, seed: int = 1, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A unit whose parameters are cut between blocks, and an optimizer on its shards."""
-    model = fully_shard(network(seed, dtype), atom=BlockAtom(BLOCK))
+    model = fully_shard(network(seed, dtype), options=ShardOptions(atom=BlockAtom(BLOCK)))
     first = next(model.parameters())
     shard, num_elements = shard_of(first), local_tensor(first).numel()
     assert shard is not None and shard.start % BLOCK == 0 and (group_of().size == 1 or num_elements < 160 * 256)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from transformers import (
     AlbertConfig,
@@ -137,7 +138,7 @@ def sharded(plain: nn.Module, **kwargs: Any) -> nn.Module:
     """A copy whose blocks are units, as the model itself names them; Albert names none."""
     model = copy.deepcopy(plain)
     policy = class_policy("AlbertLayer") if isinstance(plain, AlbertForMaskedLM) else no_split_policy(model)
-    return fully_shard_modules(model, policy, **kwargs)
+    return fully_shard_modules(model, policy, **shard_arguments(**kwargs))
 
 
 def tokens(*seed: int, size: int = 2, length: int = LENGTH) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
-from scale_pipe import DistributedPipe, PlaceholderTensorError, shared_parameters, split
+from scale_pipe import DistributedPipe, shared_parameters, split
+from scale_pipe.module_split.placeholder_tensor import PlaceholderTensorError
 
 IDS = torch.arange(4 * 9).view(4, 9) * 7 % models.VOCABULARY
 MASK = torch.ones_like(IDS)

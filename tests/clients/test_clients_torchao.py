@@ -11,19 +11,15 @@ import client_low_bit as low_bit
 import pytest
 import torch
 from client_quantised import train_adapters, wide_llama, with_adapters
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from trainings import train_beside
 
 from scale_check.simulate import simulate
+from scale_core import StepError
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
-from scale_fsdp import (
-    CommunicationPolicy,
-    StepError,
-    fully_shard,
-    fully_shard_modules,
-    no_split_policy,
-)
+from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard, fully_shard_modules, no_split_policy
 from scale_fsdp.runtime.unit import units_in
 
 pytest.importorskip("torchao")
@@ -115,8 +111,8 @@ def float8_loss(model: nn.Module, rank: int, step: int) -> Tensor:
 def train_float8(emulate: bool, options: dict[str, Any]) -> None:
     """Steps over shards that are gathered in fp8, beside the plain model with the average of all ranks."""
     model, plain = float8_layers(gathered=True, emulate=emulate), float8_layers(gathered=False, emulate=emulate)
-    fully_shard(model.second, **options)
-    fully_shard(model, **options)
+    fully_shard(model.second, **shard_arguments(**options))
+    fully_shard(model, **shard_arguments(**options))
     # A rank without elements of a weight never sees that it was written to.
     optimizers = [torch.optim.AdamW([p for p in each.parameters() if p.numel()], lr=0.01) for each in (plain, model)]
 
@@ -164,7 +160,7 @@ def test_fp8_weights_on_one_rank_are_as_torchao_makes_them() -> None:
 
 def gather_in_fp8_beside_int8() -> None:
     model = float8_layers(gathered=True)
-    fully_shard(model, communication=CommunicationPolicy(gather="int8"))
+    fully_shard(model, options=ShardOptions(communication=CommunicationPolicy(gather="int8")))
     buffers = {buffer.names[0]: buffer for unit in units_in(model) for buffer in unit.buffers}
     assert [buffer.gathers_float8 for buffer in buffers.values()].count(True) == 1
     assert all(buffer.wire.gather is None for buffer in buffers.values() if buffer.gathers_float8)

@@ -24,7 +24,7 @@ from trainings import mean_gradients, outcomes, sgd, train_beside
 
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
-from scale_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_modules, no_split_policy
+from scale_fsdp import MixedPrecisionPolicy, ShardOptions, fully_shard, fully_shard_modules, no_split_policy
 
 TOLERANCE = 2e-6
 
@@ -157,7 +157,7 @@ def initialized_on_meta(name: str) -> None:
     with torch.device("meta"):
         model = MODELS[name]()
     model.train()
-    fully_shard_modules(model, no_split_policy(model), init=model._init_weights)
+    fully_shard_modules(model, no_split_policy(model), options=ShardOptions(init=model._init_weights))
     plain = build_plain(name)
     plain.load_state_dict(model.state_dict())
     buffers = dict(plain.named_buffers())
@@ -222,5 +222,7 @@ def test_some_expert_is_unused_in_some_step() -> None:
 def test_a_model_that_hides_its_initialization_is_refused() -> None:
     with torch.device("meta"):
         model = MODELS["llama"]()
-    with pytest.raises(ValueError, match=r"'model.layers.0.input_layernorm.weight' is on the meta device.*pass init="):
+    with pytest.raises(
+        ValueError, match=r"'model.layers.0.input_layernorm.weight' is on the meta device.*ShardOptions\(init="
+    ):
         fully_shard_modules(model, no_split_policy(model))

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scale_adascale import AdaScale
+from scale_adascale import AdaScale, AdaScaleOptions
 from scale_adascale.estimates import Average
 from scale_adascale.gain import bounded, gain, moments
 from scale_checkpoint import checkpoint_wrapper
@@ -157,7 +157,7 @@ def compare(
     world, rank = dist.get_world_size(), dist.get_rank()
     adam = isinstance(getattr(inner, "optim", inner), torch.optim.Adam)
     expected = Plain(plain, world * passes, loss, adam=adam)
-    optimizer = AdaScale(inner, num_gradients_to_accumulate=passes, grad_scaler=scaler)
+    optimizer = AdaScale(inner, num_gradients_to_accumulate=passes, options=AdaScaleOptions(grad_scaler=scaler))
     gains = []
     for step in range(STEPS):
         seeds = [100 * step + number for number in range(world * passes)]

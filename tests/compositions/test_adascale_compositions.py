@@ -22,16 +22,16 @@ from torch.utils.checkpoint import checkpoint
 from trainings import assert_same_gains, drawn, gains_of, gains_of_one_process, outcomes
 
 import scale_tp
-from scale_adascale import AdaScale
+from scale_adascale import AdaScale, AdaScaleOptions
 from scale_adascale.gain import bounded, gain, moments
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from scale_oss import OSS, ShardedDataParallel
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardOptions, fully_shard
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 from scale_snapshot import load_snapshot, save_snapshot
-from scale_tp import context_parallel, split_sequence
+from scale_tp import context_parallel, megatron, split_sequence
 
 GAIN = 1e-6  # relative
 STEPS, LR = 3, 0.02
@@ -109,11 +109,11 @@ def sharded(way: Way, data: dist.ProcessGroup | None = None) -> tuple[nn.Module,
     kind, inner = way.kind, Adam if way.adam else SGD
     model = divided() if kind.startswith("divided") else net()
     if kind == "oss in adascale":
-        return model, OSS(groups_of(model), inner, lr=LR, bucket_numel=40)
+        return model, OSS(groups_of(model), inner, lr=LR, options=OSSOptions(bucket_numel=40))
     if kind == "oss":
-        return DistributedDataParallel(model), OSS(groups_of(model), inner, lr=LR, bucket_numel=40)
+        return DistributedDataParallel(model), OSS(groups_of(model), inner, lr=LR, options=OSSOptions(bucket_numel=40))
     if kind == "sharded ddp":
-        optimizer = OSS(groups_of(model), inner, lr=LR, bucket_numel=40)
+        optimizer = OSS(groups_of(model), inner, lr=LR, options=OSSOptions(bucket_numel=40))
         return ShardedDataParallel(model, optimizer), optimizer
     if kind == "divided ddp":
         return DistributedDataParallel(model, process_group=data), inner(groups_of(model), lr=LR)
@@ -126,7 +126,7 @@ def sharded(way: Way, data: dist.ProcessGroup | None = None) -> tuple[nn.Module,
     if kind == "checkpointed fsdp":
         model[1] = checkpoint_wrapper(model[1])
     for unit in (model[1], model):
-        fully_shard(unit, mesh, flatten_parameters=kind == "flat")
+        fully_shard(unit, mesh, options=ShardOptions(flatten_parameters=kind == "flat"))
     groups = [{"params": list(model.parameters())}] if kind == "flat" else groups_of(model)
     return model, (OSS(groups, inner, lr=LR) if kind == "oss over fsdp" else inner(groups, lr=LR))
 
@@ -148,7 +148,7 @@ def check_gains(name: str, folder: Path) -> None:
     way, data = WAYS[name], None
     if way.kind.startswith("divided"):
         scale_tp.initialize_model_parallel(2)
-        data = scale_tp.get_data_parallel_group()
+        data = megatron.get_data_parallel_group()
     plain = net()
     groups = [{"params": list(plain.parameters())}] if way.kind == "flat" else groups_of(plain)
     num_samples = way.num * dist.get_world_size(data)
@@ -156,7 +156,9 @@ def check_gains(name: str, folder: Path) -> None:
 
     model, inner = sharded(way, data)
     scaler = ShardedGradScaler(init_scale=256.0) if way.scaled else None
-    optimizer = AdaScale(inner, num_gradients_to_accumulate=way.num, grad_scaler=scaler, process_group=data)
+    optimizer = AdaScale(
+        inner, num_gradients_to_accumulate=way.num, options=AdaScaleOptions(grad_scaler=scaler), process_group=data
+    )
     if way.kind == "oss in adascale":  # As FairScale's own loops build it.
         model = ShardedDataParallel(model, optimizer)
     gains = []
@@ -207,7 +209,7 @@ def adam_on_flat_parameters() -> None:
         AdaScale(inner)
     plain = net()  # Raw gradients are those of SGD's.
     expected = gains_of_one_process(plain, SGD(plain.parameters(), lr=LR), loss_of, 2, 1)
-    optimizer = AdaScale(inner, preconditioned=False)
+    optimizer = AdaScale(inner, options=AdaScaleOptions(preconditioned=False))
     backward(model, 0, 1)
     optimizer.step()
     assert_same_gains(expected, [gains_of(optimizer)])

@@ -22,6 +22,7 @@ from scale_core import clip_grad_norm_
 from scale_core.testing import preload, run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
+from scale_tp import megatron
 
 transformers = pytest.importorskip("transformers")
 preload("transformers.models.llama.modeling_llama")
@@ -47,7 +48,7 @@ def batch_of(rows: slice) -> dict[str, Tensor]:
 def spread(kind: str, attention: Any) -> Recording:
     size = 2 if kind == "layers" else 1
     scale_tp.initialize_model_parallel(size, context_parallel_size=2)
-    replicas = scale_tp.get_data_context_parallel_group()
+    replicas = megatron.get_data_context_parallel_group()
     model = called = llama()
     if kind == "layers":
         scale_tp.parallelize(model)
@@ -60,7 +61,7 @@ def spread(kind: str, attention: Any) -> Recording:
     else:
         optimizer = OSS(model.parameters(), torch.optim.SGD, process_group=replicas, lr=LR)
         called = ShardedDataParallel(model, optimizer, process_group=replicas)
-    rank, number = scale_tp.get_data_parallel_rank(), scale_tp.get_data_parallel_world_size()
+    rank, number = megatron.get_data_parallel_rank(), megatron.get_data_parallel_world_size()
     part = scale_tp.get_batch_on_this_cp_rank(batch_of(slice(rank * 4 // number, (rank + 1) * 4 // number)))
 
     def loss_of(model: Any, step: int) -> Tensor:

@@ -34,7 +34,7 @@ from scale_core.state.dcp import dcp_target
 from scale_core.state.local_shard import LocalShard
 from scale_core.state.state_dict import load_sharded_state_dict, saved_groups, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import ShardOptions, fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
 from scale_snapshot import load_snapshot, save_snapshot
@@ -224,7 +224,7 @@ class Training:
         if wrapper == "hybrid":
             return fully_shard(stage, self._copies_of_shards())
         if wrapper in ("fsdp", "fsdp of blocks", "flat"):
-            return fully_shard(stage, group, flatten_parameters=wrapper == "flat")
+            return fully_shard(stage, group, options=ShardOptions(flatten_parameters=wrapper == "flat"))
         if wrapper == "sharded ddp":
             optimizer = self._optimizer(stage)
             self.optimizers.append(optimizer)

@@ -23,8 +23,9 @@ from trainings import add_weights, assert_parity, drawn, recorded, train
 
 from scale_check.recording import Recording
 from scale_checkpoint import checkpoint_wrapper
-from scale_core import clip_grad_norm_, shard_of
+from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group, GroupLike
+from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict

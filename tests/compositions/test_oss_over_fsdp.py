@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 import torch
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._pytree import tree_flatten_with_path
 from trainings import Loss, mean_gradients, outcomes, train_beside
+from with_options import with_options
 
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.testing import run_ranks
 from scale_fsdp import full_optim_state_dict, fully_shard
-from scale_oss import OSS, split_by
+from scale_oss import OSS, OSSOptions, split_by
 from scale_snapshot import load_snapshot, save_snapshot
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -79,8 +81,8 @@ HIDDEN = ["blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "b
 
 def shard(model: Net, mesh: Any = None, **kwargs: Any) -> Net:
     for block in model.blocks:
-        fully_shard(block, mesh, **kwargs)
-    return fully_shard(model, mesh, **kwargs)
+        fully_shard(block, mesh, **shard_arguments(**kwargs))
+    return fully_shard(model, mesh, **shard_arguments(**kwargs))
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -101,7 +103,7 @@ def step_beside_plain(name: str, copies: int) -> None:
     plain = Net()
     model = shard(copy.deepcopy(plain), mesh)
     trained = trained_by(name, model)
-    ours = OSS(trained, cls, bucket_numel=60, **OPTIMIZERS[name])
+    ours = OSS(trained, cls, **with_options(OSSOptions, bucket_numel=60, **OPTIMIZERS[name]))
     theirs = cls(trained_by(name, plain), **OPTIMIZERS[name])
     # Both ways are gone: tensors that travel, and shards that are stepped on where they are.
     assert bool(ours.full_param_buckets) == (name in ("Adafactor", "Muon") and group_of().size > 1)
@@ -195,7 +197,9 @@ class SmallWeightsOnly(torch.optim.SGD):
 def read_values_when_built() -> None:
     plain = Net()
     model = shard(copy.deepcopy(plain))
-    oss = OSS(list(model.parameters())[:3], SmallWeightsOnly, elementwise=False, bucket_numel=60, lr=0.1)
+    oss = OSS(
+        list(model.parameters())[:3], SmallWeightsOnly, options=OSSOptions(elementwise=False, bucket_numel=60), lr=0.1
+    )
     reference = SmallWeightsOnly(list(plain.parameters())[:3], lr=0.1)
     for optimizer, net in ((oss, model), (reference, plain)):
         optimizer.add_param_group({"params": list(net.parameters())[3:]})
@@ -214,8 +218,10 @@ def test_an_optimizer_may_read_values_when_it_is_built() -> None:
 def built(recipe: str) -> tuple[Net, Any]:
     model = shard(Net())
     if recipe == "split":
-        return model, split_by(model, (BY_MATRIX, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}), bucket_numel=60)
-    return model, OSS(model.named_parameters(), torch.optim.Adafactor, lr=0.01, bucket_numel=60)
+        return model, split_by(
+            model, (BY_MATRIX, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}), options=OSSOptions(bucket_numel=60)
+        )
+    return model, OSS(model.named_parameters(), torch.optim.Adafactor, lr=0.01, options=OSSOptions(bucket_numel=60))
 
 
 def train(model: Net, optimizer: Any, steps: Iterable[int]) -> None:
@@ -318,7 +324,11 @@ def test_a_step_takes_two_collectives_and_one_bucket(numel: int) -> None:
             fully_shard(layer)
         fully_shard(model)
         optimizer = OSS(
-            model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9, elementwise=False, bucket_numel=numel
+            model.parameters(),
+            torch.optim.SGD,
+            lr=0.1,
+            momentum=0.9,
+            options=OSSOptions(elementwise=False, bucket_numel=numel),
         )
         for _ in range(2):
             for param in model.parameters():

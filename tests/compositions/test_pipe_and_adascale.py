@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from trainings import assert_same_gains, drawn, gains_of, gains_of_one_process, outcomes
+from with_options import with_options
 
-from scale_adascale import AdaScale
+from scale_adascale import AdaScale, AdaScaleOptions
 from scale_core import ShardedGradScaler
 from scale_core.hooks.microbatch_grads import microbatch_steps_wanted
 from scale_core.testing import run_ranks
@@ -151,10 +152,13 @@ def check_gains(case: Case) -> None:
     scaler = ShardedGradScaler(init_scale=256.0) if case.how == "scaled" else None
     optimizer = AdaScale(
         inner,
-        grad_scaler=scaler,
-        scale=float(world * case.chunks * case.steps_each),
-        num_gradients_to_accumulate=case.chunks * case.steps_each,
-        **groups,
+        **with_options(
+            AdaScaleOptions,
+            grad_scaler=scaler,
+            scale=float(world * case.chunks * case.steps_each),
+            num_gradients_to_accumulate=case.chunks * case.steps_each,
+            **groups,
+        ),
     )
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:

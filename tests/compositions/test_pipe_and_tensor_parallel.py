@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainings import Block, Net, assert_parity, drawn, recorded, train
+from with_options import with_options
 
 from scale_check.recording import Key, Phase, Recording
 from scale_core import clip_grad_norm_
@@ -27,6 +28,7 @@ from scale_fsdp import fully_shard
 from scale_pipe import DistributedPipe, Pipe, StageError, split
 from scale_tp import (
     ColumnParallelLinear,
+    LayerOptions,
     ParallelLayerNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -174,12 +176,12 @@ def sequential(divided: bool) -> nn.Sequential:
         return plain
     options: Any = {"process_group": dist.group.WORLD, "sequence_parallel": True}
     layers = nn.Sequential(
-        VocabParallelEmbedding(WORDS, 6, **options),
+        VocabParallelEmbedding(WORDS, 6, **with_options(LayerOptions, **options)),
         ParallelLayerNorm(6, process_group=dist.group.WORLD),
-        ColumnParallelLinear(6, 9, gather_output=False, **options),
+        ColumnParallelLinear(6, 9, **with_options(LayerOptions, gather_output=False, **options)),
         nn.GELU(),
-        RowParallelLinear(9, 6, input_is_parallel=True, **options),
-        ColumnParallelLinear(6, 5, **options),
+        RowParallelLinear(9, 6, **with_options(LayerOptions, input_is_parallel=True, **options)),
+        ColumnParallelLinear(6, 5, **with_options(LayerOptions, **options)),
     ).double()
     load_full_state_dict(layers, plain.state_dict())
     return layers

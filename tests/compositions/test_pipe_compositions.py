@@ -23,7 +23,7 @@ from scale_checkpoint import checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
-from scale_fsdp import FullyShardedDataParallel, full_state_dict, fully_shard
+from scale_fsdp import FullyShardedDataParallel, ShardOptions, full_state_dict, fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, StageError, split
 
@@ -298,7 +298,7 @@ def with_stages_as_units(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> 
 
 def with_flat_parameters(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> None:
     for stage in pipe.stages.values():
-        fully_shard(stage, replicas, flatten_parameters=True)
+        fully_shard(stage, replicas, options=ShardOptions(flatten_parameters=True))
 
 
 # Of a wrapping what each replica says, the first and the second.

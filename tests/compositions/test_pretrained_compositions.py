@@ -16,7 +16,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard, fully_shard_modules, no_split_policy
+from scale_fsdp import ShardOptions, fully_shard, fully_shard_modules, no_split_policy
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
 from scale_snapshot import load_pretrained, save_pretrained
@@ -41,14 +41,14 @@ def stages_of_units(model: nn.Module) -> nn.Module:
     stages = split(model, ["model.layers.1"])
     pipe = DistributedPipe(stages, chunks=2, process_group=mesh["pipe"])
     for index, stage in pipe.stages.items():
-        pipe.stages[index] = fully_shard(stage, mesh=mesh["data"], init=False)
+        pipe.stages[index] = fully_shard(stage, mesh=mesh["data"], options=ShardOptions(init=False))
     return pipe
 
 
 def units_of_parts(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     parallelize(model, process_group=mesh["tensor"].get_group())
-    return fully_shard_modules(model, no_split_policy(model), mesh=mesh["data"], init=False)
+    return fully_shard_modules(model, no_split_policy(model), mesh=mesh["data"], options=ShardOptions(init=False))
 
 
 def sharded_optimizer(model: nn.Module) -> nn.Module:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -25,7 +26,7 @@ from scale_checkpoint import checkpoint_wrapper
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_fsdp import OffloadOptimizer, fully_shard
 from scale_moe import MoE, average_replicated_gradients
-from scale_oss import OSS, LocalSGD, ShardedDataParallel
+from scale_oss import OSS, LocalSGD, OuterStep, ShardedDataParallel
 from scale_pipe import Pipe
 
 pytestmark = [
@@ -77,8 +78,8 @@ def batch() -> Tensor:
 
 def shard(model: nn.Sequential, axis: DeviceMesh | None = None, **options: Any) -> nn.Module:
     for block in model:
-        fully_shard(block, mesh=axis, **options)
-    return fully_shard(model, mesh=axis, **options)
+        fully_shard(block, **shard_arguments(mesh=axis, **options))
+    return fully_shard(model, **shard_arguments(mesh=axis, **options))
 
 
 def divide(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
@@ -173,7 +174,9 @@ def test_experts_in_sharded_data_parallel(mesh: DeviceMesh) -> None:
 def test_local_sgd_over_sharded_replicas(mesh: DeviceMesh) -> None:
     model = shard(blocks(), mesh["data"])
     optimizer = SGD(model.parameters(), lr=0.1)
-    averaging = LocalSGD(model, optimizer, sync_every=2, outer_momentum=0.9, process_group=mesh["model"].get_group())
+    averaging = LocalSGD(
+        model, optimizer, sync_every=2, outer=OuterStep(momentum=0.9), process_group=mesh["model"].get_group()
+    )
     train(model, optimizer)
     averaging.sync()
 

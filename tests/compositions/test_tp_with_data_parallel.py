@@ -20,16 +20,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from trainings import add_weights, assert_parity, train
+from with_options import with_options
 
 import scale_tp
 from scale_check.recording import Recording
-from scale_core import grad_norm, shard_of
+from scale_core import grad_norm
 from scale_core.comm.group import Group
+from scale_core.shard import shard_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.dcp import dcp_target
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import ShardOptions, fully_shard
 from scale_oss import OSS, ShardedDataParallel
+from scale_tp import LayerOptions, megatron
 
 DIM, HIDDEN, WORDS, LENGTH = 5, 7, 11, 3
 STEPS = 4
@@ -41,8 +44,12 @@ class Block(nn.Module):
         options: Any = {"sequence_parallel": sequence_parallel} if divided else {}
         self.norm = (scale_tp.ParallelLayerNorm if divided and sequence_parallel else nn.LayerNorm)(DIM)
         if divided:
-            self.up: nn.Module = scale_tp.ColumnParallelLinear(DIM, HIDDEN, gather_output=False, **options)
-            self.down: nn.Module = scale_tp.RowParallelLinear(HIDDEN, DIM, input_is_parallel=True, **options)
+            self.up: nn.Module = scale_tp.ColumnParallelLinear(
+                DIM, HIDDEN, **with_options(LayerOptions, gather_output=False, **options)
+            )
+            self.down: nn.Module = scale_tp.RowParallelLinear(
+                HIDDEN, DIM, **with_options(LayerOptions, input_is_parallel=True, **options)
+            )
         else:
             self.up, self.down = nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
 
@@ -56,10 +63,16 @@ class Net(nn.Module):
     def __init__(self, divided: bool, sequence_parallel: bool = False) -> None:
         super().__init__()
         options: Any = {"sequence_parallel": sequence_parallel} if divided else {}
-        self.embed = scale_tp.VocabParallelEmbedding(WORDS, DIM, **options) if divided else nn.Embedding(WORDS, DIM)
+        self.embed = (
+            scale_tp.VocabParallelEmbedding(WORDS, DIM, **with_options(LayerOptions, **options))
+            if divided
+            else nn.Embedding(WORDS, DIM)
+        )
         self.blocks = nn.ModuleList(Block(divided, sequence_parallel) for _ in range(2))
         if divided:
-            self.head: nn.Module = scale_tp.ColumnParallelLinear(DIM, WORDS, bias=False, **options)
+            self.head: nn.Module = scale_tp.ColumnParallelLinear(
+                DIM, WORDS, **with_options(LayerOptions, bias=False, **options)
+            )
         else:
             self.head = nn.Linear(DIM, WORDS, bias=False)
         self.head.weight = self.embed.weight
@@ -112,7 +125,7 @@ def train_plain() -> Recording:
 
 def train_divided(model: nn.Module, optimizer: Any, clip: Callable[[], Tensor]) -> Recording:
     def of_step(model: nn.Module, step: int) -> Tensor:
-        return loss_of(model, batches()[step].split(2)[scale_tp.get_data_parallel_rank()])
+        return loss_of(model, batches()[step].split(2)[megatron.get_data_parallel_rank()])
 
     return train(model, optimizer, of_step, range(STEPS), clip=clip)
 
@@ -133,7 +146,7 @@ def read_by_a_plain_model(model: nn.Module, optimizer: Any, folder: str) -> dict
 def in_units(by_block: bool, sequence_parallel: bool, folder: str) -> Recording:
     scale_tp.initialize_model_parallel(2)
     model = divided_model(sequence_parallel)
-    group = scale_tp.get_data_parallel_group()
+    group = megatron.get_data_parallel_group()
     for block in model.blocks if by_block else ():
         fully_shard(block, mesh=group)
     fully_shard(model, mesh=group)
@@ -150,7 +163,7 @@ def in_units(by_block: bool, sequence_parallel: bool, folder: str) -> Recording:
 def in_sharded_ddp(sequence_parallel: bool, folder: str) -> Recording:
     scale_tp.initialize_model_parallel(2)
     model = divided_model(sequence_parallel)
-    group = scale_tp.get_data_parallel_group()
+    group = megatron.get_data_parallel_group()
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, process_group=group)
     wrapped = ShardedDataParallel(model, optimizer, process_group=group)
     trained = train_divided(wrapped, optimizer, lambda: optimizer.clip_grad_norm_(0.5))
@@ -203,7 +216,7 @@ def build_on_meta() -> None:
     torch.manual_seed(3)
     with torch.device("meta"):
         model = Block(True, False)
-    fully_shard(model, mesh=scale_tp.get_data_parallel_group())
+    fully_shard(model, mesh=megatron.get_data_parallel_group())
     for name, value in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
     assert len(shard_of(model.up.weight).axes) == 2
@@ -216,7 +229,9 @@ def test_a_divided_layer_is_built_on_meta_as_it_is_built_whole() -> None:
 def shard_flat() -> None:
     scale_tp.initialize_model_parallel(2)
     with pytest.raises(ValueError, match=r"is divided between ranks by its layer.*leave flatten_parameters out"):
-        fully_shard(divided_model(False), mesh=scale_tp.get_data_parallel_group(), flatten_parameters=True)
+        fully_shard(
+            divided_model(False), mesh=megatron.get_data_parallel_group(), options=ShardOptions(flatten_parameters=True)
+        )
 
 
 def test_flat_parameters_of_divided_layers_are_refused() -> None:
@@ -229,7 +244,7 @@ class Attending(nn.Module):
     def __init__(self, divided: bool) -> None:
         super().__init__()
         options: Any = {"attend": scale_tp.ring_attention} if divided else {"process_group": Group()}
-        self.attention = scale_tp.ParallelAttention(6, 3, 1, 2, causal=True, **options)
+        self.attention = scale_tp.ParallelAttention(6, 3, 1, 2, **with_options(LayerOptions, causal=True, **options))
         self.head = scale_tp.ColumnParallelLinear(6, 5, **({"process_group": Group()} if not divided else {}))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,9 +258,9 @@ def with_a_context_axis() -> None:
     torch.manual_seed(5)
     plain = Attending(False)
     torch.manual_seed(5)
-    model = fully_shard(Attending(True), mesh=scale_tp.get_data_context_parallel_group())
+    model = fully_shard(Attending(True), mesh=megatron.get_data_context_parallel_group())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05, eps=1e-3) for each in (plain, model)]
-    ranks = scale_tp.get_data_context_parallel_world_size()
+    ranks = megatron.get_data_context_parallel_world_size()
     part, wanted = (scale_tp.split_sequence(tensor) for tensor in (x, target))
     for _ in range(STEPS):
         losses = []
@@ -253,7 +268,7 @@ def with_a_context_axis() -> None:
             loss = (each(given) - to_be).square().sum() / (target.numel() / share)
             loss.backward()
             losses.append(loss.detach() / share)
-        dist.all_reduce(losses[1], group=scale_tp.get_data_context_parallel_group())
+        dist.all_reduce(losses[1], group=megatron.get_data_context_parallel_group())
         torch.testing.assert_close(losses[1], losses[0])
         for norm_type in (2.0, math.inf):
             expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
@@ -267,9 +282,9 @@ def with_torchs_own() -> None:
     """DistributedDataParallel along the data axis; the norm is scale-core's."""
     scale_tp.initialize_model_parallel(2)
     model = divided_model(True)
-    group = scale_tp.get_data_parallel_group()
+    group = megatron.get_data_parallel_group()
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=group)
-    loss_of(wrapped, batches()[0].split(2)[scale_tp.get_data_parallel_rank()]).backward()
+    loss_of(wrapped, batches()[0].split(2)[megatron.get_data_parallel_rank()]).backward()
     plain = plain_model()
     loss_of(plain, batches()[0]).backward()
     grads = [param.grad for param in plain.parameters()]
@@ -282,7 +297,7 @@ def over_the_ranks_of_a_layer() -> None:
     scale_tp.initialize_model_parallel(2)
     model = divided_model(False)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    for group in (scale_tp.get_tensor_model_parallel_group(), None):
+    for group in (megatron.get_tensor_model_parallel_group(), None):
         for wrap, who in (
             (lambda group=group: nn.parallel.DistributedDataParallel(model, process_group=group), "Distributed"),
             (lambda group=group: fully_shard(model, mesh=group), "fully_shard"),

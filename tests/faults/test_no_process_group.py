@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from scale_adascale import AdaScale
-from scale_core import ShardedGradScaler, all_reduce, clip_grad_norm_, grad_norm, group_of, join
+from scale_core import ShardedGradScaler, clip_grad_norm_, grad_norm, group_of, join
+from scale_core.comm.collectives import all_reduce
 from scale_core.errors import LaunchError
 from scale_core.launch import StopSignal
 from scale_fsdp import fully_shard

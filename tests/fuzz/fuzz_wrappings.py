@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fuzz_programs import Evaluate, Fail, Freeze, Program, Train, Wrapping, flat_list
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -24,8 +25,8 @@ from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
-from scale_oss import OSS, ShardedDataParallel
-from scale_pipe import DistributedPipe, Pipe, split
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
+from scale_pipe import DistributedPipe, Pipe, PipelineOptions, split
 from scale_snapshot import load_snapshot, save_snapshot
 from scale_tp import parallelize
 
@@ -127,8 +128,8 @@ class Wrapped:
         if ranks is None:
             return optimizer_of(program, named, lambda params: kind(params, **program.options))
         numel = self.wrapping.options["bucket_numel"]
-        options = {"process_group": ranks, "bucket_numel": numel, "limit_seconds": LIMIT_SECONDS, **program.options}
-        return optimizer_of(program, named, lambda params: OSS(params, kind, **options))
+        shared = OSSOptions(bucket_numel=numel, limit_seconds=LIMIT_SECONDS)
+        return optimizer_of(program, named, lambda params: OSS(params, kind, ranks, options=shared, **program.options))
 
     def _wrap_net(self, net: Net) -> None:
         kind, options = self.wrapping.kind, self.wrapping.options
@@ -139,9 +140,11 @@ class Wrapped:
                 ranks = mesh_of(self.wrapping.copies, self.wrapping.mesh[1] // self.wrapping.copies, 1)
                 ranks = ranks["copies", "data"]
             self._shard_units(net, ranks)
-            wrap = fully_shard if kind == "fully_shard" else FullyShardedDataParallel
-            options = self._shard_options() if kind == "fully_shard" else options
-            self.module = wrap(net, ranks, limit_seconds=LIMIT_SECONDS, **options)
+            if kind == "fully_shard":
+                arguments = shard_arguments(limit_seconds=LIMIT_SECONDS, **self._shard_options())
+                self.module = fully_shard(net, ranks, **arguments)
+            else:
+                self.module = FullyShardedDataParallel(net, ranks, limit_seconds=LIMIT_SECONDS, **options)
             self.optimizers = [self._make(self.module.named_parameters())]
         elif kind in {"ddp", "oss"}:
             self.module = self._ddp(net)
@@ -185,7 +188,11 @@ class Wrapped:
             except AttributeError:  # On another stage.
                 continue
             if any(True for _ in module.parameters()) or self.pipe is None:
-                fully_shard(module, ranks, reshard_after_forward=reshards, limit_seconds=LIMIT_SECONDS, **options)
+                fully_shard(
+                    module,
+                    ranks,
+                    **shard_arguments(reshard_after_forward=reshards, limit_seconds=LIMIT_SECONDS, **options),
+                )
 
     def _build_one_process(self, net: Net) -> None:
         layers = nn.Sequential(net.entry, *net.blocks, net.exit)
@@ -206,10 +213,9 @@ class Wrapped:
             split(net, list(pipeline.cuts)) if pipeline.cuts else [net],
             pipeline.schedule,
             chunks=pipeline.chunks,
-            stages_per_rank=pipeline.stages_per_rank,
+            options=PipelineOptions(stages_per_rank=pipeline.stages_per_rank, limit_seconds=LIMIT_SECONDS),
             process_group=self.mesh["pipe"],
             checkpoint=pipeline.checkpoint,
-            limit_seconds=LIMIT_SECONDS,
         )
         kind = self.wrapping.kind
         self.optimizers = []
@@ -226,7 +232,9 @@ class Wrapped:
             if kind == "fully_shard" and has_params:
                 self._shard_units(stage, self.data)
                 if "" not in dict(self.wrapping.units):
-                    fully_shard(stage, self.data, limit_seconds=LIMIT_SECONDS, **self._shard_options())
+                    fully_shard(
+                        stage, self.data, **shard_arguments(limit_seconds=LIMIT_SECONDS, **self._shard_options())
+                    )
             elif kind == "ddp" and trains:
                 self.pipe.stages[index] = self._ddp(stage)
             elif kind == "sharded_ddp" and trains:

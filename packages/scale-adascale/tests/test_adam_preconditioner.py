@@ -8,7 +8,7 @@ from adascale_cases import Plain, loss_of, net
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from scale_adascale import AdaScale
+from scale_adascale import AdaScale, AdaScaleOptions
 from scale_adascale.adam_preconditioner import (
     MomentShard,
     SecondMoments,
@@ -57,7 +57,9 @@ def test_with_adam_the_gain_is_that_of_preconditioned_gradients():
 def test_the_power_and_raw_gradients_can_be_asked_for():
     model = net()
     optimizer = AdaScale(
-        AdamW(model.parameters(), lr=0.01), num_gradients_to_accumulate=2, power=1.0, preconditioned=False
+        AdamW(model.parameters(), lr=0.01),
+        num_gradients_to_accumulate=2,
+        options=AdaScaleOptions(power=1.0, preconditioned=False),
     )
     raw = AdaScale(SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2)
     for step in range(3):
@@ -89,7 +91,9 @@ def test_the_rule_of_other_optimizers_that_divide_gradients_must_be_said(name):
     kind = getattr(torch.optim, name)
     with pytest.raises(ValueError, match=rf"expected power for {name}.*power=0\.5.*power=1"):
         AdaScale(kind(net().parameters(), lr=0.1), num_gradients_to_accumulate=2)
-    optimizer = AdaScale(kind(net().parameters(), lr=0.1), num_gradients_to_accumulate=2, power=0.5)
+    optimizer = AdaScale(
+        kind(net().parameters(), lr=0.1), num_gradients_to_accumulate=2, options=AdaScaleOptions(power=0.5)
+    )
     assert optimizer._power == 0.5 and optimizer.gain() == 1.0
 
 

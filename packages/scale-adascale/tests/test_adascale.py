@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from scale_adascale import AdaScale
+from scale_adascale import AdaScale, AdaScaleOptions
 from scale_adascale.estimates import Average
 from scale_adascale.gain import Moments, bounded, gain
 from scale_core import ShardedGradScaler
@@ -256,7 +256,7 @@ def test_a_scaler_that_it_was_not_built_with_is_refused_before_its_step(kind):
     optimizer.step = lambda *args, **kwargs: step(*args, **kwargs)
     scaler.scale(loss_of(model, 1)).backward()
     weight = model[0].weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"AdaScale\(\.\.\., grad_scaler=scaler\), or set optimizer\.grad_scaler"):
+    with pytest.raises(RuntimeError, match=r"AdaScaleOptions\(grad_scaler=scaler\)\), or set optimizer\.grad_scaler"):
         scaler.step(optimizer)
     assert torch.equal(model[0].weight, weight)
     optimizer.zero_grad()
@@ -269,7 +269,11 @@ def test_after_loading_the_gain_before_the_first_step_is_right_too():
     model, scaler = net(), torch.amp.GradScaler("cpu", 2.0**10)
 
     def build() -> AdaScale:
-        return AdaScale(SGD(model.parameters(), lr=1e-30), num_gradients_to_accumulate=2, grad_scaler=scaler)
+        return AdaScale(
+            SGD(model.parameters(), lr=1e-30),
+            num_gradients_to_accumulate=2,
+            options=AdaScaleOptions(grad_scaler=scaler),
+        )
 
     optimizers = [build()]
     for number in range(6):
@@ -314,7 +318,9 @@ def test_a_step_that_others_have_wrapped_has_the_gain_of_unscaled_losses():
 def test_a_step_that_the_scaler_skips_warns_of_nothing_whoever_asks_for_the_gain():
     """Warnings are errors here. The first step of a training is skipped often."""
     model, scaler = net(), torch.amp.GradScaler("cpu", 2.0**10)
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, grad_scaler=scaler)
+    optimizer = AdaScale(
+        SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, options=AdaScaleOptions(grad_scaler=scaler)
+    )
     gains = []
     for step in range(4):
         for seed in (2 * step, 2 * step + 1):

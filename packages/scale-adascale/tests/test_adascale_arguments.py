@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from scale_adascale import AdaScale, AdaScaleWrapper, fit_speed, until_steps
+from scale_adascale import AdaScale, AdaScaleOptions, AdaScaleWrapper, fit_speed, until_steps
 
 
 def test_a_wrong_argument_is_told_by_name_before_the_optimizer_is_touched() -> None:
@@ -15,7 +15,8 @@ def test_a_wrong_argument_is_told_by_name_before_the_optimizer_is_touched() -> N
     wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
         (AdaScale, (optimizer,), {"is_scaled_loss": "false"}, "; write is_scaled_loss=False"),
         (AdaScale, (optimizer,), {"debias_ewma": None}, "AdaScale: expected debias_ewma to be a bool, got None"),
-        (AdaScale, (optimizer,), {"grad_scaler": 1.0}, "AdaScale: expected grad_scaler to be a GradScaler or None"),
+        (AdaScaleOptions, (), {"grad_scaler": 1.0}, "AdaScaleOptions: expected grad_scaler to be a GradScaler or None"),
+        (AdaScale, (optimizer,), {"power": 1.0}, r"write options=AdaScaleOptions\(power=...\)"),
         (
             AdaScaleWrapper,
             (model.parameters(),),
@@ -29,4 +30,4 @@ def test_a_wrong_argument_is_told_by_name_before_the_optimizer_is_touched() -> N
         with pytest.raises(TypeError, match=text):
             call(*args, **kwargs)
     assert vars(optimizer).keys() == before and not any(param._backward_hooks for param in model.parameters())
-    assert AdaScale(AdamW(model.parameters()), preconditioned=0).gain() >= 1  # type: ignore[arg-type]
+    assert AdaScale(AdamW(model.parameters()), options=AdaScaleOptions(preconditioned=0)).gain() >= 1  # type: ignore[arg-type]

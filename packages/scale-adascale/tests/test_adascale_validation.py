@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from scale_adascale import AdaScale
+from scale_adascale import AdaScale, AdaScaleOptions
 from scale_core.hooks.autograd import register_post_backward
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import LossShare
@@ -141,10 +141,13 @@ def test_a_scale_below_one_is_refused(scale):
         ({"smoothing": 1.0}, "smoothing from 0 to below 1"),
         ({"smoothing": -0.1}, "smoothing from 0 to below 1"),
         ({"smoothing": "0.9"}, "smoothing from 0 to below 1, got '0.9'"),
-        ({"power": "0.5"}, "power above 0 and at most 1, got '0.5'"),
+        ({"options": AdaScaleOptions(power="0.5")}, "power above 0 and at most 1, got '0.5'"),
         ({"world_size": 4}, r"number of ranks in process_group, 1, got 4"),
-        ({"power": 0.0}, "power above 0"),
-        ({"preconditioned": True}, "expected an Adam or AdamW for preconditioned=True, got SGD"),
+        ({"options": AdaScaleOptions(power=0.0)}, "power above 0"),
+        (
+            {"options": AdaScaleOptions(preconditioned=True)},
+            "expected an Adam or AdamW for preconditioned=True, got SGD",
+        ),
     ],
 )
 def test_numbers_out_of_their_range_are_refused(kwargs, words):

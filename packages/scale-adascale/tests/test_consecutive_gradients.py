@@ -8,7 +8,7 @@ from adascale_cases import loss_of, net
 from torch import nn
 from torch.optim import SGD, Adam
 
-from scale_adascale import AdaScale
+from scale_adascale import AdaScale, AdaScaleOptions
 from scale_adascale.estimates import Average
 from scale_adascale.gain import Moments, bounded, gain
 
@@ -87,7 +87,9 @@ def test_with_adam_both_gradients_are_divided_by_what_it_divides_the_new_one_by(
             average = average.updated(bounded(Moments(variance, square)), 0.5, debias=True)
             assert optimizer.gain() == pytest.approx(gain(average.moments, 8.0), rel=1e-6)
         last = now
-    raw = AdaScale(Adam(models[1].parameters(), lr=0.02), scale=8.0, smoothing=0.5, preconditioned=False)
+    raw = AdaScale(
+        Adam(models[1].parameters(), lr=0.02), scale=8.0, smoothing=0.5, options=AdaScaleOptions(preconditioned=False)
+    )
     raw.load_state_dict(optimizer.state_dict())
     assert raw.gain() == optimizer.gain()
     for step in range(2):
@@ -110,7 +112,7 @@ def test_sparse_gradients_have_the_gain_of_dense_ones(rows):
     for sparse in (True, False):
         torch.manual_seed(0)
         table, scaler = nn.Embedding(7, 2, sparse=sparse), torch.amp.GradScaler("cpu", 8.0)
-        optimizer = AdaScale(SGD(table.parameters(), lr=0.1), scale=4.0, grad_scaler=scaler)
+        optimizer = AdaScale(SGD(table.parameters(), lr=0.1), scale=4.0, options=AdaScaleOptions(grad_scaler=scaler))
         for batch in ([1, 2], rows):
             scaler.scale(table(torch.tensor(batch)).sum()).backward()
             scaler.step(optimizer)

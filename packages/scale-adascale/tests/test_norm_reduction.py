@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
-from scale_adascale import AdaScale
+from scale_adascale import AdaScale, AdaScaleOptions
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Axis, Placement, Shard, on_local_tensors
 from scale_core.sharded_tensor.tensor import set_shard
@@ -209,7 +209,7 @@ def refused() -> tuple[list[str], list[float]]:
     zero = ZeroRedundancyOptimizer(net().parameters(), Adam, lr=0.1)
     with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer does not tell .*preconditioned=False"):
         AdaScale(zero)
-    assert AdaScale(zero, preconditioned=False).scale == 2.0
+    assert AdaScale(zero, options=AdaScaleOptions(preconditioned=False)).scale == 2.0
     frozen = net().requires_grad_(group.rank == 1)
     if group.rank == 0:
         with pytest.raises(ValueError, match="gets no gradient, and the others would wait"):

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from scale_checkpoint import best_plan, check_recomputation, checkpoint_modules, checkpoint_wrapper, profile_memory
+from scale_checkpoint import check_recomputation, checkpoint_modules, checkpoint_wrapper
+from scale_checkpoint.planner.plan import best_plan
+from scale_checkpoint.planner.profile import profile_memory
 
 
 def test_a_wrong_argument_is_told_by_name_before_the_module_is_touched() -> None:

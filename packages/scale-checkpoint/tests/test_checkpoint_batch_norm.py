@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_checkpoint import patch_batchnorm
+from scale_checkpoint.recompute.batch_norm import patch_batchnorm
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

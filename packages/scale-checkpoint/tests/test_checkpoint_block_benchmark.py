@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from scale_checkpoint import measure_step
 from scale_checkpoint.planner.block_benchmark import BlockCall, measure_memory, measure_seconds
 from scale_checkpoint.planner.blocks import applied
+from scale_checkpoint.planner.step import measure_step
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 1024, 16  # 64 KiB: just enough to be offloaded

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scale_checkpoint import LayerMemoryTracker, LayerTrace
+from scale_checkpoint import LayerMemoryTracker
+from scale_checkpoint.memory_tracker import LayerTrace
 from scale_checkpoint.planner.chart import MAX_BARS, MIB, bar_chart, plot_timelines, table
 from scale_checkpoint.planner.timeline import Segment, SegmentPass, StrategyCost, Timeline, timeline
 

@@ -12,11 +12,11 @@ import torch
 from planned_models import Transformer, build
 from torch import nn
 
-from scale_checkpoint import is_checkpointed
 from scale_checkpoint.planner.plan import BudgetError, MemoryPlan, apply_plan, best_plan, memory_front, plan_memory
 from scale_checkpoint.planner.profile import MemoryProfile, profile_memory
 from scale_checkpoint.planner.solver import minimum_peak
 from scale_checkpoint.planner.step import measure_step
+from scale_checkpoint.wrapper import is_checkpointed
 
 STRATEGIES = ("keep", "recompute", "selective", "offload")
 each_model = pytest.mark.parametrize("name", ["transformer", "resnet", "unet"])

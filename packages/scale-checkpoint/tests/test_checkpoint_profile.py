@@ -11,14 +11,11 @@ from planned_models import ResNet, Transformer, build
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_checkpoint import (
-    MemoryPlan,
-    apply_plan,
-    is_checkpointed,
-    measure_step,
-    plan_memory,
-    profile_memory,
-)
+from scale_checkpoint import apply_plan, plan_memory
+from scale_checkpoint.planner.plan import MemoryPlan
+from scale_checkpoint.planner.profile import profile_memory
+from scale_checkpoint.planner.step import measure_step
+from scale_checkpoint.wrapper import is_checkpointed
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 

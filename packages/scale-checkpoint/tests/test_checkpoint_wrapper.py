@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_checkpoint import apply_checkpointing, checkpoint_modules, checkpoint_wrapper, is_checkpointed
+from scale_checkpoint import apply_checkpointing, checkpoint_modules, checkpoint_wrapper
 from scale_checkpoint.recompute.recompute import CheckpointedForward, get_forward
+from scale_checkpoint.wrapper import is_checkpointed
 
 
 def test_wrapped_twice_in_the_same_way_is_wrapped_once() -> None:

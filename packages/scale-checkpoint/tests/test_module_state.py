@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, disable_checkpointing, is_checkpointed
+from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, disable_checkpointing
 from scale_checkpoint.recompute.module_state import ModuleState, RestoredState
+from scale_checkpoint.wrapper import is_checkpointed
 from scale_checkpoint_cases import differing
 
 

@@ -260,8 +260,6 @@ def test_functions_refuse_wrong_arguments_before_they_write(tmp_path: Path) -> N
             "save_snapshot: expected step to be an integer, got '1'",
         ),
         (scale_core.ShardedGradScaler, (), {"enabled": "false"}, "; write enabled=False"),
-        (scale_core.reduce_scatter, (torch.ones(2), scale_core.Group()), {"average": "no"}, "; write average=False"),
-        (scale_core.all_reduce, (torch.ones(2), Mock()), {}, "all_reduce: expected group to be a Group, got Mock"),
         (scale_core.clip_grad_norm_, (model.parameters(), None), {}, "expected max_norm to be a number, got None"),
         (scale_core.join, ("text",), {}, "join: expected batches to be a collection, got 'text'"),
         (faults.kill_at, ("all_gather", -1), {}, "ranks and seconds are not negative, got rank=-1"),

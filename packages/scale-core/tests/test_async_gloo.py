@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scale_core import all_reduce, compat
-from scale_core.comm.collectives import HOST, exchange, group_for
+from scale_core import compat
+from scale_core.comm.collectives import HOST, all_reduce, exchange, group_for
 from scale_core.comm.group import group_of
 from scale_core.testing import RankError, run_ranks
 from scale_core.testing.async_gloo import BACKEND, BACKEND_VARIABLE

@@ -12,8 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scale_core import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from scale_core.comm.collectives import exchange, exchange_text, group_for
+from scale_core.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    exchange,
+    exchange_text,
+    group_for,
+    reduce_scatter,
+)
 from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
 from scale_core.optim.grad_scaler import ShardedGradScaler

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import fairscale.nn.model_parallel as model_parallel
 import fairscale.nn.model_parallel.initialize as fs_init
 import scale_snapshot
-import scale_tp
 from fairscale import _warnings
 from fairscale.nn.model_parallel import cross_entropy, layers, mappings, random, utils
 from scale_core.testing import run_ranks
+from scale_tp import megatron
 
 SIZES = [Sizes(), Sizes(words_divided=True)]
 
@@ -98,7 +98,7 @@ def test_more_ranks_than_there_are_and_a_timeout_are_translated() -> None:
         warnings.simplefilter("always")
         fs_init.initialize_model_parallel(8, timeout=timedelta(minutes=2))
     try:
-        assert fs_init.get_model_parallel_world_size() == 1 and scale_tp.model_parallel_is_initialized()
+        assert fs_init.get_model_parallel_world_size() == 1 and megatron.model_parallel_is_initialized()
         assert [str(warning.message) for warning in caught] == [
             "initialize_model_parallel(8): there are 1 ranks, so each layer is divided between 1: "
             "scale_tp.initialize_model_parallel(1)",

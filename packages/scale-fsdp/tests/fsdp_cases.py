@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from fsdp_parity import assert_same_grads, put_mean_grads
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from scale_fsdp.fully_sharded_data_parallel import shard_for_wrapper
 
 DIM, TOKENS, VOCABULARY = 6, 5, 11
 
@@ -151,9 +151,10 @@ def shard(model: nn.Module, case: Case, process_group: Any = None) -> nn.Module:
 def _shard(module: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
     """By torch's names, or FairScale's where only those can say it."""
     if "move_params_to_cpu" in kwargs:
-        return shard_for_wrapper(module, **kwargs)
+        FullyShardedDataParallel(module, **kwargs)
+        return module
     names = {"mixed_precision": "mp_policy", "process_group": "mesh"}
-    return fully_shard(module, **{names.get(name, name): value for name, value in kwargs.items()})
+    return fully_shard(module, **shard_arguments(**{names.get(name, name): value for name, value in kwargs.items()}))
 
 
 def batch(model: str, *seed: int, size: int = 2) -> Tensor:

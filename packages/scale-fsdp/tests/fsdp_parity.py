@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal, assert_tensors_equal
@@ -44,7 +45,7 @@ def sharded(plain: nn.Module, units: Sequence[str], process_group: GroupLike = N
     """Returns a sharded copy, whose modules of these names are wrapped in this order; "" is the model itself."""
     model = copy.deepcopy(plain)
     for name in units:
-        fully_shard(model.get_submodule(name), process_group, **kwargs)
+        fully_shard(model.get_submodule(name), process_group, **shard_arguments(**kwargs))
     return model
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
 from scale_core.comm.group import GroupLike
@@ -72,7 +73,7 @@ class Layout:
             **kwargs,
         }
         for name in WRAPPINGS[self.wrapping]:
-            fully_shard(model.get_submodule(name), process_group, **kwargs)
+            fully_shard(model.get_submodule(name), process_group, **shard_arguments(**kwargs))
         return model
 
 

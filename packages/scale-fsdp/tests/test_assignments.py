@@ -8,7 +8,7 @@ from fsdp_parity import noise
 from torch import nn
 
 from scale_check.exact import gather_values
-from scale_fsdp import FullyShardedDataParallel, full_state_dict, fully_shard, reshard_to
+from scale_fsdp import FullyShardedDataParallel, ShardOptions, full_state_dict, fully_shard, reshard_to
 
 
 class Model(nn.Module):
@@ -27,7 +27,7 @@ class Model(nn.Module):
 def model(flatten: bool = False) -> nn.Module:
     whole = Model()
     fully_shard(whole.body[0])
-    return fully_shard(whole, flatten_parameters=flatten)
+    return fully_shard(whole, options=ShardOptions(flatten_parameters=flatten))
 
 
 def run(whole: nn.Module) -> None:

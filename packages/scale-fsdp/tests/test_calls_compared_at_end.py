@@ -11,7 +11,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.consistency.same_call import check_same_call
 from scale_core.errors import ContractError, StepError
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import ShardOptions, fully_shard
 
 LENGTHS = (8, 16)
 
@@ -39,7 +39,9 @@ def pass_with(model: Attention, length: int) -> None:
 def build(num_parts: int) -> Attention:
     """A model whose attention is over `num_parts` of two ranks each, and whose parameters are over all ranks."""
     parts = [dist.new_group([2 * part, 2 * part + 1]) for part in range(num_parts)]
-    attention: Attention = fully_shard(Attention(group_of(parts[dist.get_rank() // 2])), limit_seconds=20)
+    attention: Attention = fully_shard(
+        Attention(group_of(parts[dist.get_rank() // 2])), options=ShardOptions(limit_seconds=20)
+    )
     for length in (*LENGTHS, *LENGTHS):
         pass_with(attention, length)
     return attention

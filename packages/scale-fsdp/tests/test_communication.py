@@ -15,12 +15,13 @@ import torch.distributed as dist
 from fsdp_cases import Net, accumulate, batch, loss_of
 from fsdp_parity import assert_same_grads
 from quantized_reference import QuantizedReference
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_check.exact import assert_equal
 from scale_check.simulate import simulate
-from scale_core import ShardedGradScaler
+from scale_core import ShardedGradScaler, StepError
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
@@ -30,7 +31,7 @@ from scale_fsdp import (
     CommunicationPolicy,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    StepError,
+    ShardOptions,
     describe,
     fully_shard,
     reshard_to,
@@ -88,8 +89,8 @@ def shard(model: nn.Module, case: Quantized) -> nn.Module:
         options["mesh"] = init_device_mesh("cpu", (case.replicas, group_of().size // case.replicas))
     policies = case.per_block or [case.policy] * len(model.blocks)
     for block, policy in zip(model.blocks, policies, strict=True):
-        fully_shard(block, **{**options, "communication": policy})
-    return fully_shard(model, **options)
+        fully_shard(block, **shard_arguments(**{**options, "communication": policy}))
+    return fully_shard(model, **shard_arguments(**options))
 
 
 @pytest.mark.ranks(1, 2, 4)
@@ -300,15 +301,15 @@ def test_integers_and_tied_embeddings_are_not_quantized() -> None:
             self.head.weight = self.embed.weight
 
     policy = CommunicationPolicy(gather="int8", include=("1d",))
-    both = fully_shard(Untrained(), communication=policy)
+    both = fully_shard(Untrained(), options=ShardOptions(communication=policy))
     assert all(buffer.wire is None for unit in units_in(both) for buffer in unit.buffers)
     model = Untrained()
-    fully_shard(model.head, communication=policy)
+    fully_shard(model.head, options=ShardOptions(communication=policy))
     with pytest.raises(ValueError, match=r"'embed.weight' is an embedding that is tied to 'weight'.*include="):
-        fully_shard(model, communication=policy)
+        fully_shard(model, options=ShardOptions(communication=policy))
     assert type(model) is Untrained and type(model.embed.weight) is nn.Parameter
     model = Untrained()
-    fully_shard(model.head, communication=dataclasses.replace(policy, include=("embedding",)))
+    fully_shard(model.head, options=ShardOptions(communication=dataclasses.replace(policy, include=("embedding",))))
     fully_shard(model)
 
 
@@ -336,7 +337,7 @@ def test_a_policy_that_does_not_fit_the_ranks_is_refused() -> None:
     with simulate(rank=0, world_size=4, fake=False):
         mesh = init_device_mesh("cpu", (2, 2))
         refused: list[tuple[dict[str, Any], str]] = [
-            ({"communication": "int8"}, "write communication=CommunicationPolicy"),
+            ({"communication": "int8"}, r"write options=ShardOptions\(communication=CommunicationPolicy"),
             ({"communication": CommunicationPolicy(replicate="int8")}, "no two of its ranks are replicas"),
             ({"communication": CommunicationPolicy(gather="int8", node_size=3)}, "take one of 1, 2, 4"),
             ({"communication": CommunicationPolicy(gather="int8", node_size=2), "mesh": mesh}, "leave node_size out"),
@@ -344,7 +345,7 @@ def test_a_policy_that_does_not_fit_the_ranks_is_refused() -> None:
         for options, text in refused:
             model = nn.Linear(4, 4)
             with pytest.raises((TypeError, ValueError), match=text):
-                fully_shard(model, **options)
+                fully_shard(model, **shard_arguments(**options))
             assert type(model) is nn.Linear and not model._forward_pre_hooks
 
 
@@ -385,7 +386,9 @@ def test_error_feedback_follows_a_gradient_scaler() -> None:
 
 @pytest.mark.ranks(2)
 def test_a_scaler_refuses_errors_in_another_unit_than_its_own() -> None:
-    model = fully_shard(nn.Linear(8, 8), communication=CommunicationPolicy(reduce="int8", error_feedback=True))
+    model = fully_shard(
+        nn.Linear(8, 8), options=ShardOptions(communication=CommunicationPolicy(reduce="int8", error_feedback=True))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for other in (ShardedGradScaler(init_scale=4.0), ShardedGradScaler(enabled=False)):
         scaler = ShardedGradScaler(init_scale=2.0)
@@ -432,7 +435,7 @@ def _policy(**options: Any) -> dict[str, Any]:
 def test_ranks_with_different_policies_are_refused_early(by_rank: Any, text: str, also_unsynced: bool) -> None:
     for options in ({}, {"sync_module_states": False}) if also_unsynced else ({},):
         with pytest.raises(ContractError, match=text):
-            fully_shard(nn.Linear(8, 8), limit_seconds=10.0, **options, **by_rank[group_of().rank])
+            fully_shard(nn.Linear(8, 8), **shard_arguments(limit_seconds=10.0, **options, **by_rank[group_of().rank]))
 
 
 @pytest.mark.ranks(2)
@@ -440,7 +443,7 @@ def test_different_policies_are_refused_when_memory_is_given() -> None:
     with torch.device("meta"):
         model = nn.Linear(8, 8)
     node_size = 2 if group_of().rank == 0 else 1
-    fully_shard(model, init=False, limit_seconds=10.0, **_policy(gather="int8", node_size=node_size))
+    fully_shard(model, **shard_arguments(init=False, limit_seconds=10.0, **_policy(gather="int8", node_size=node_size)))
     with pytest.raises(ContractError, match="node_size=1"):
         model.to_empty(device="cpu")
 
@@ -452,8 +455,8 @@ def test_a_failed_quantization_in_unshard_raises_on_all_ranks() -> None:
     plain = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     model = copy.deepcopy(plain)
     for layer in model:
-        fully_shard(layer, communication=CommunicationPolicy(gather="int8"), limit_seconds=10.0)
-    fully_shard(model, limit_seconds=10.0)
+        fully_shard(layer, options=ShardOptions(communication=CommunicationPolicy(gather="int8"), limit_seconds=10.0))
+    fully_shard(model, options=ShardOptions(limit_seconds=10.0))
     first, is_first = model[0], group_of().rank == 0
     error, text = (MemoryError, "^no memory") if is_first else (StepError, r"MemoryError: no memory \(on rank 0\)")
 

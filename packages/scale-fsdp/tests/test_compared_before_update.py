@@ -15,7 +15,7 @@ from scale_core.errors import ScaleDistributedError
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_core.testing.async_gloo import BACKEND
-from scale_fsdp import OffloadOptimizer, fully_shard
+from scale_fsdp import OffloadOptimizer, ShardOptions, fully_shard
 
 NUM_STEPS, NUM_LAYERS, LIMIT_SECONDS = 4, 4, 3.0
 
@@ -28,7 +28,7 @@ def skip_a_micro_batch_on_one_rank() -> list[str]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(NUM_LAYERS)))
     for module in (*model, model):
-        fully_shard(module, reshard_after_forward=False, limit_seconds=LIMIT_SECONDS)
+        fully_shard(module, reshard_after_forward=False, options=ShardOptions(limit_seconds=LIMIT_SECONDS))
     optimizer = OffloadOptimizer(torch.optim.SGD, model.parameters(), lr=0.1, overlap_step=True)
     for _ in range(NUM_STEPS - 1):
         with model.no_sync():

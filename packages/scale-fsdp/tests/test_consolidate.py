@@ -12,9 +12,8 @@ from state_cases import Awkward, Layout
 
 from scale_check.exact import assert_equal
 from scale_core.testing import run_ranks
-from scale_fsdp import consolidate_local_state_dicts
 from scale_fsdp.state_dict.loading import LOCAL_METADATA
-from scale_fsdp.state_dict.local import consolidate_shards
+from scale_fsdp.state_dict.local import consolidate_local_state_dicts, consolidate_shards
 
 Shards = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 

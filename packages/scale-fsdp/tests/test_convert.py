@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fsdp_parity import noise, sharded
+from shard_arguments import shard_arguments
 from torch import nn
 
 from scale_check.exact import assert_equal
@@ -62,7 +63,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def test_on_one_rank_a_conversion_is_that_of_a_plain_model(name: str, layout: str, wrapped: bool) -> None:
     convert, kwargs = CONVERSIONS[name], LAYOUTS[layout]
     plain, model = Model(), sharded(Model(), ["head"], **kwargs)
-    model = FullyShardedDataParallel(model, **kwargs) if wrapped else fully_shard(model, **kwargs)
+    model = FullyShardedDataParallel(model, **kwargs) if wrapped else fully_shard(model, **shard_arguments(**kwargs))
     optimizers = adam(plain), adam(model)
     for each, optimizer in zip((plain, model), optimizers, strict=True):
         train(each, optimizer, 0)

@@ -38,7 +38,7 @@ def test_it_reads_as_a_table():
     assert format_table(description) == str(description)
     assert str(description).splitlines() == [
         "Model: 3 units, 4 parameters, 14,355 elements on 2 ranks",
-        "parameters() yields this rank's shards of them; scale_core.full_shape(param), full_numel(param) and",
+        "parameters() yields this rank's shards of them; scale_core.shard.full_shape(param), full_numel(param) and",
         "num_parameters(model) count full parameters",
         "unit   class      parameters  elements  shard  padding  shards in  computes  reduces  lives on",
         "root   Model               0         0      0        0                                shares with embed",

@@ -14,7 +14,8 @@ from scale_core.flat.buffer import live_buffers
 from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
-from scale_fsdp import Description, FullyShardedDataParallel, MixedPrecisionPolicy, describe, fully_shard
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, describe, fully_shard
+from scale_fsdp.description import Description
 
 GPT_UNITS = ["blocks.0", "blocks.1", "blocks.2", ""]
 

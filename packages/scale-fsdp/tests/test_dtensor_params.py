@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -270,7 +271,7 @@ def test_what_can_t_be_sharded_further_is_refused_by_name() -> None:
 
     def refused(layer: nn.Module, mesh: DeviceMesh, *texts: str, **options: Any) -> None:
         with pytest.raises((TypeError, ValueError)) as caught:
-            fully_shard(layer, mesh=mesh, **options)
+            fully_shard(layer, **shard_arguments(mesh=mesh, **options))
         assert all(text in str(caught.value) for text in texts), caught.value
 
     def linear(*placements: Any) -> nn.Module:

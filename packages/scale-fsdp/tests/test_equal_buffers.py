@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
 from scale_core import DivergenceError
@@ -32,7 +33,7 @@ def test_a_buffer_that_changed_on_one_rank_is_named_on_all() -> None:
     def train(flips: bool, **options: int) -> str:
         torch.manual_seed(0)
         model = Scaled()
-        fully_shard(model, **options)
+        fully_shard(model, **shard_arguments(**options))
         torch.manual_seed(dist.get_rank())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for number in range(103):

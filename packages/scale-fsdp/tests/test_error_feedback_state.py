@@ -17,7 +17,8 @@ from scale_core import ShardedGradScaler
 from scale_core.comm.group import group_of
 from scale_core.quantization.blocks import BlockFormat
 from scale_core.testing import run_ranks
-from scale_fsdp import CommunicationPolicy, ErrorFeedbackState, fully_shard
+from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
+from scale_fsdp.state_dict.error_feedback import ErrorFeedbackState
 
 POLICY = CommunicationPolicy(reduce=BlockFormat("int4", 8), error_feedback=True)
 
@@ -29,8 +30,8 @@ class Training:
         torch.manual_seed(7)
         self.model = Net("gpt")
         for block in self.model.blocks if blocks else ():
-            fully_shard(block, communication=POLICY)
-        fully_shard(self.model, communication=POLICY)
+            fully_shard(block, options=ShardOptions(communication=POLICY))
+        fully_shard(self.model, options=ShardOptions(communication=POLICY))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.scaler = ShardedGradScaler(init_scale=64.0, growth_interval=2)
 
@@ -99,7 +100,7 @@ def test_units_that_none_contains_have_errors_of_their_own() -> None:
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         for layer in model:
-            fully_shard(layer, communication=POLICY)
+            fully_shard(layer, options=ShardOptions(communication=POLICY))
         (factor * model(torch.randn(4, 8))).square().sum().backward()
         made.append(ErrorFeedbackState(model))
     first, second = (each.state_dict() for each in made)
@@ -114,6 +115,6 @@ def test_units_that_none_contains_have_errors_of_their_own() -> None:
 
 
 def test_a_model_that_keeps_no_errors_has_none_to_save() -> None:
-    model = fully_shard(nn.Linear(4, 4), communication=CommunicationPolicy(reduce="int8"))
+    model = fully_shard(nn.Linear(4, 4), options=ShardOptions(communication=CommunicationPolicy(reduce="int8")))
     with pytest.raises(ValueError, match=r"no unit of this .*Linear has error_feedback=True: leave it out"):
         ErrorFeedbackState(model)

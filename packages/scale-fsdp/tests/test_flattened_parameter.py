@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp import FullyShardedDataParallel, ShardOptions, fully_shard
 from scale_fsdp.runtime.flattened_parameter import FlattenedParameter
 
 
@@ -30,8 +30,8 @@ def test_a_part_of_a_flat_parameter_is_there_without_values() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(Block(bias=True), Block(bias=False))
     model = copy.deepcopy(plain)
-    fully_shard(model[0], flatten_parameters=True)
-    fully_shard(model, flatten_parameters=True)
+    fully_shard(model[0], options=ShardOptions(flatten_parameters=True))
+    fully_shard(model, options=ShardOptions(flatten_parameters=True))
     x = torch.randn(4, 3)
     for _ in range(2):
         found = model(x)
@@ -67,7 +67,7 @@ def test_a_part_of_a_flat_parameter_is_there_without_values() -> None:
         assert again[0].layer.weight._buffer is not model[0].layer.weight._buffer
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
-    fully_shard(tied, flatten_parameters=True)(x)
+    fully_shard(tied, options=ShardOptions(flatten_parameters=True))(x)
     assert tied[1].weight is tied[0].weight and tied[1].bias is not tied[0].bias
     wrapped = FullyShardedDataParallel(nn.Linear(3, 3), flatten_parameters=True)
     assert "bias=True" in repr(wrapped) and wrapped.module.bias is not None

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from fsdp_cases import Case, assert_cases_train_as_plain
+from shard_arguments import shard_arguments
 
 from scale_core.comm.group import Group
-from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, shard_module
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardOptions, fully_shard, shard_module
 from scale_fsdp.api import DevicePlacement, UnitOptions, UnitPrecision, placement_of
 from scale_fsdp.mesh_info import MeshInfo
 from scale_fsdp.runtime.unit import unit_of
@@ -87,20 +88,20 @@ def test_options_are_checked_before_the_module_is_touched(
 ) -> None:
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(error, match=message):
-        fully_shard(layer, **arguments)
+        fully_shard(layer, **shard_arguments(**arguments))
     assert type(layer) is torch.nn.Linear
 
 
 def test_options_hold_what_the_arguments_say() -> None:
     def options_of(**arguments: Any) -> UnitOptions:
-        unit = unit_of(fully_shard(torch.nn.Linear(2, 2), **arguments))
+        unit = unit_of(fully_shard(torch.nn.Linear(2, 2), **shard_arguments(**arguments)))
         assert unit is not None
         return unit.options
 
     options = options_of(mp_policy=MixedPrecisionPolicy(torch.bfloat16), limit_seconds=3.0, error_if_nonfinite=True)
     assert options.precision == UnitPrecision(param_dtype=torch.bfloat16)
     assert options.limit_seconds == 3.0 and options.error_if_nonfinite
-    assert options_of() == UnitOptions(ALONE, UnitPrecision(), DevicePlacement())
+    assert options_of() == UnitOptions(mesh_info=ALONE, precision=UnitPrecision(), placement=DevicePlacement())
 
 
 def test_a_model_that_stays_on_the_host_by_mistake_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +111,7 @@ def test_a_model_that_stays_on_the_host_by_mistake_is_a_warning(monkeypatch: pyt
     monkeypatch.setattr(shard_module, "resolve_mesh_info", lambda mesh: ranks)
     with pytest.warns(UserWarning, match="Linear is on the CPU and computes there, but its ranks communicate by nccl"):
         fully_shard(torch.nn.Linear(2, 2))
-    fully_shard(torch.nn.Linear(2, 2), compute_device="cpu")
+    fully_shard(torch.nn.Linear(2, 2), options=ShardOptions(compute_device="cpu"))
     assert not DevicePlacement().stays_on_host([torch.nn.Linear(2, 2)], MeshInfo(Group(), Group(), Group()))
     assert not DevicePlacement().stays_on_host([torch.nn.Linear(2, 2, device="meta")], ranks)
     assert not DevicePlacement().stays_on_host([torch.nn.ReLU()], ranks)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_parity import noise, sharded
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
 from scale_check.exact import gather_values
@@ -15,7 +16,7 @@ from scale_core.consistency import flight_recorder as last_words
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks, scaled_by_load
-from scale_fsdp import MixedPrecisionPolicy, fully_shard
+from scale_fsdp import MixedPrecisionPolicy, ShardOptions, fully_shard
 
 
 def impatient(ranks: list[int] | None = None, seconds: float = 3.0) -> dist.ProcessGroup:
@@ -178,7 +179,7 @@ def test_units_with_different_options_are_refused():
     for kind, kwargs in SETTINGS.items():
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
-        fully_shard(model[0], **kwargs[dist.get_rank()])
+        fully_shard(model[0], **shard_arguments(**kwargs[dist.get_rank()]))
         fully_shard(model)
         errors = []
         for _ in range(2):  # What was refused once is not let through the second time.
@@ -208,8 +209,8 @@ def test_a_collective_call_on_one_rank_ends_in_an_error():
     ):
         group = dist.new_group()  # One that has failed can't be used again.
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-        fully_shard(model[0], group, limit_seconds=0.5)
-        fully_shard(model, group, limit_seconds=0.5)
+        fully_shard(model[0], group, options=ShardOptions(limit_seconds=0.5))
+        fully_shard(model, group, options=ShardOptions(limit_seconds=0.5))
         model(noise(2, 3)).sum().backward()
         if dist.get_rank() == 0:
             with pytest.raises(ScaleDistributedError) as caught:

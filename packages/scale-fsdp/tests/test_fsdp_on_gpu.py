@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from scale_fsdp.fully_sharded_data_parallel import shard_for_wrapper
+from scale_fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, ShardOptions, fully_shard
 from scale_fsdp.runtime.unit import units_in
 
 pytestmark = pytest.mark.gpu
@@ -23,6 +22,11 @@ def layers() -> nn.Sequential:
 
 def data(step: int) -> Tensor:
     return torch.randn(32, 256, generator=torch.Generator().manual_seed(step)).cuda()
+
+
+def by_fairscales_names(module: nn.Module, **kwargs: Any) -> nn.Module:
+    FullyShardedDataParallel(module, **kwargs)
+    return module
 
 
 def sharded(plain: nn.Module, shard: Any = fully_shard, **kwargs: object) -> nn.Module:
@@ -47,7 +51,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 5) ->
 @pytest.mark.parametrize("grads", [True, False])
 def test_with_shards_on_the_host_it_trains_as_the_plain_model(grads: bool) -> None:
     plain = layers()
-    model = sharded(plain, shard_for_wrapper, move_params_to_cpu=True, move_grads_to_cpu=grads, compute_device="cuda")
+    model = sharded(plain, by_fairscales_names, move_params_to_cpu=True, move_grads_to_cpu=grads, compute_device="cuda")
     for unit in units_in(model):
         for buffer in unit.buffers:
             assert buffer.shard.device.type == "cpu" and buffer.shard.is_pinned()
@@ -62,14 +66,16 @@ def test_with_shards_on_the_host_it_trains_as_the_plain_model(grads: bool) -> No
 
 def test_gradients_on_the_host_come_back_after_the_backward() -> None:
     plain = layers().cuda()
-    model = sharded(plain, shard_for_wrapper, move_grads_to_cpu=True)
+    model = sharded(plain, by_fairscales_names, move_grads_to_cpu=True)
     ours = train(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     assert ours == train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
 
 
 def test_in_bf16_from_the_host_the_device_holds_few_units() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(layers(), offload_policy=CPUOffloadPolicy(), compute_device="cuda", mp_policy=policy)
+    model = sharded(
+        layers(), offload_policy=CPUOffloadPolicy(), options=ShardOptions(compute_device="cuda"), mp_policy=policy
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     train(model, optimizer, 2)
     torch.cuda.synchronize()

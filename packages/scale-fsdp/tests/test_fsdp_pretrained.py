@@ -15,7 +15,7 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 from scale_check.exact import assert_equal
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard_modules, no_split_policy
+from scale_fsdp import ShardOptions, fully_shard_modules, no_split_policy
 from scale_snapshot import load_pretrained, save_pretrained
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "max_position_embeddings": 32}
@@ -51,7 +51,7 @@ def load_and_save(folder: str) -> None:
     for name in NAMES:
         with torch.device("meta"):
             model = build(name)
-        fully_shard_modules(model, no_split_policy(model), init=False)
+        fully_shard_modules(model, no_split_policy(model), options=ShardOptions(init=False))
         load_pretrained(model, f"{folder}/{name}")
         plain: Any = AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
         assert_equal(model, plain, name)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -55,8 +56,8 @@ def sharded(device: str = "sim", **options: Any) -> nn.Module:
     with torch.device(device):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     for layer in model:
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+        fully_shard(layer, **shard_arguments(**options))
+    fully_shard(model, **shard_arguments(**options))
     return model
 
 

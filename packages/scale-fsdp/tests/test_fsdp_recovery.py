@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_parity import Step, assert_same_grads, put_mean_grads, sharded
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -25,11 +26,12 @@ import scale_core.flat.reduction
 import scale_core.quantization.collectives
 import scale_fsdp.runtime.recovery
 from scale_check.exact import assert_equal
+from scale_core import StepError
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.hooks.autograd import register_grad_published_hook
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_fsdp import CommunicationPolicy, StepError, fully_shard
+from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
 
 WIDTH = 5
 
@@ -295,7 +297,7 @@ def assert_serves_without_memory(what: str, options: Mapping[str, Any]) -> None:
     models = [copy.deepcopy(plain), copy.deepcopy(plain)]
     for model in models:
         for unit in (*model[:2], model):
-            fully_shard(unit, limit_seconds=10.0, **options)
+            fully_shard(unit, **shard_arguments(limit_seconds=10.0, **options))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9) for model in models]
     scarce = Scarce(what)
     for step in range(60):
@@ -331,7 +333,7 @@ def assert_serves_at_first(what: str, options: Mapping[str, Any] = MappingProxyT
         model, other = copy.deepcopy(plain), copy.deepcopy(plain)
         for each in (model, other) if options else (model,):
             for unit in (*each[:2], each):
-                fully_shard(unit, limit_seconds=10.0, **options)
+                fully_shard(unit, **shard_arguments(limit_seconds=10.0, **options))
         raised = scarce.step(model, 0)
         if scarce.number <= scarce.fails_at:
             break
@@ -526,7 +528,7 @@ def test_a_backward_that_fails_before_its_first_event_names_none() -> None:
             hidden = self.first(x)
             return Box(self.last(_Breaks.apply(hidden) if self.fails else hidden))
 
-    model = fully_shard(Boxed(), limit_seconds=10.0)
+    model = fully_shard(Boxed(), options=ShardOptions(limit_seconds=10.0))
     model.fails = group_of().rank == 1
     words = "^broken in backward$" if model.fails else "its backward pass failed, with an error that is raised there"
     with pytest.raises(ValueError if model.fails else StepError, match=words):

@@ -15,7 +15,7 @@ from torch import nn
 
 from scale_check.exact import assert_equal
 from scale_core.shard import shard_of
-from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp import FullyShardedDataParallel, ShardOptions, fully_shard
 from scale_fsdp.state_dict.loading import LOCAL_METADATA
 
 
@@ -59,7 +59,7 @@ def test_it_shares_memory_with_the_shards_under_the_prefix() -> None:
 
 def test_it_shows_shards_where_the_module_shows_whole_parameters() -> None:
     for flatten in (False, True):
-        model = fully_shard(Awkward(), flatten_parameters=flatten)
+        model = fully_shard(Awkward(), options=ShardOptions(flatten_parameters=flatten))
         names = list(model.local_state_dict())
         with model.summon_full_params():
             assert list(model.local_state_dict()) == names
@@ -110,7 +110,7 @@ def test_the_state_of_another_rank_or_wrapping_is_refused() -> None:
 def test_a_unit_that_borrows_from_outside_says_where_to_ask() -> None:
     model = nn.Sequential(nn.Embedding(3, 2), nn.Sequential(nn.Linear(2, 3, bias=False)))
     model[1][0].weight = model[0].weight
-    fully_shard(model[0], flatten_parameters=True)
+    fully_shard(model[0], options=ShardOptions(flatten_parameters=True))
     fully_shard(model[1])
     fully_shard(model)
     with pytest.raises(

@@ -20,8 +20,9 @@ from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state.state_dict import StateMismatch, load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.uneven_inputs import join
-from scale_fsdp import consolidate_local_state_dicts, full_optim_state_dict, full_state_dict, fully_shard
+from scale_fsdp import ShardOptions, full_optim_state_dict, full_state_dict, fully_shard
 from scale_fsdp.runtime.unit import units_in
+from scale_fsdp.state_dict.local import consolidate_local_state_dicts
 from scale_snapshot import load_snapshot, save_snapshot
 
 HYBRID = [
@@ -101,7 +102,7 @@ def test_replicas_that_diverge_are_found_at_the_next_check() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard"))
     model = layers()
     for part in (*model, model):
-        fully_shard(part, mesh, check_replicas_every=2)
+        fully_shard(part, mesh, options=ShardOptions(check_replicas_every=2))
     passed = []
     with pytest.raises(DivergenceError) as caught:
         for number in range(1, 6):
@@ -238,8 +239,8 @@ def test_an_expert_of_each_rank_counts_in_norms_and_is_saved(tmp_path, flatten):
     alone = [dist.new_group([r]) for r in range(world)][rank]
     plain = [Mixture(r) for r in range(world)]
     model = Mixture(rank)
-    fully_shard(model.expert, alone, flatten_parameters=flatten)
-    fully_shard(model, flatten_parameters=flatten)
+    fully_shard(model.expert, alone, options=ShardOptions(flatten_parameters=flatten))
+    fully_shard(model, options=ShardOptions(flatten_parameters=flatten))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     for each, x in zip(plain, inputs, strict=True):

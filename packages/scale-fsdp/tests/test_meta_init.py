@@ -4,6 +4,7 @@ import pytest
 import torch
 from fsdp_cases import Net, batch, loss_of
 from gpt_at_scale import GPT, Block, Embed, Head
+from shard_arguments import shard_arguments
 from torch import nn
 
 from scale_check.exact import assert_equal, gather_values
@@ -13,13 +14,13 @@ from scale_core.shard import shard_of
 from scale_fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
-    auto_wrap,
+    ShardOptions,
     class_policy,
-    enable_wrap,
     fully_shard,
     fully_shard_modules,
 )
 from scale_fsdp.runtime.unit import units_in
+from scale_fsdp.wrapping.auto_wrap import auto_wrap, enable_wrap
 
 
 class Scale(nn.Module):
@@ -72,7 +73,9 @@ def test_modules_initialize_themselves_as_their_constructors_do(build, flatten):
     torch.manual_seed(3)
     plain = build()
     torch.manual_seed(3)
-    model = fully_shard_modules(on_meta(build), class_policy(nn.Linear), flatten_parameters=flatten)
+    model = fully_shard_modules(
+        on_meta(build), class_policy(nn.Linear), options=ShardOptions(flatten_parameters=flatten)
+    )
     assert_equal(model, plain)
 
 
@@ -113,7 +116,7 @@ def test_init_is_called_with_each_module_on_meta():
             param.fill_(number + 1.0)
 
     model = on_meta(lambda: nn.Sequential(Scale(), nn.ReLU()))
-    fully_shard(model, init=init)
+    fully_shard(model, options=ShardOptions(init=init))
     assert seen == ["Linear", "Scale"]
     assert [param.unique().tolist() for param in model.parameters()] == [[1.0], [1.0], [2.0]]
 
@@ -122,16 +125,18 @@ def test_values_of_parameters_that_init_assigns_are_taken():
     def init(module: nn.Module) -> None:
         module.weight = nn.Parameter(torch.full((2, 3), 4.0))
 
-    model = fully_shard(on_meta(nn.Linear, 3, 2, False), init=init)
+    model = fully_shard(on_meta(nn.Linear, 3, 2, False), options=ShardOptions(init=init))
     assert torch.equal(model.weight, torch.full((2, 3), 4.0))
     with pytest.raises(ValueError, match=r"assigned a parameter of shape \(2, 3\) to 'weight', expected \(3, 3\)"):
-        fully_shard(on_meta(nn.Linear, 3, 3, False), init=init)
+        fully_shard(on_meta(nn.Linear, 3, 3, False), options=ShardOptions(init=init))
 
 
 @pytest.mark.parametrize("shard", [fully_shard, lambda model: fully_shard_modules(model, class_policy(nn.Linear))])
 def test_a_module_that_cannot_initialize_itself_is_named(shard):
     model = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), Scale()))
-    with pytest.raises(ValueError, match=r"'1.scale' is on the meta.*Scale has no reset_parameters.*pass init="):
+    with pytest.raises(
+        ValueError, match=r"'1.scale' is on the meta.*Scale has no reset_parameters.*ShardOptions\(init="
+    ):
         shard(model)
     assert not units_in(model)
     assert all(param.is_meta for param in model.parameters())
@@ -196,9 +201,9 @@ def test_progress_is_told_after_each_unit():
 
 def test_an_init_of_the_wrong_kind_is_refused():
     with pytest.raises(TypeError, match="init: expected a function of a module"):
-        fully_shard(on_meta(layers), init="normal")
+        fully_shard(on_meta(layers), options=ShardOptions(init="normal"))
     with pytest.raises(ValueError, match=r"init=False waits for a checkpoint, but '0.weight' has values already"):
-        fully_shard(layers(), init=False)
+        fully_shard(layers(), options=ShardOptions(init=False))
 
 
 WIDTH, BLOCKS, WORLD = 256, 12, 4
@@ -225,7 +230,7 @@ def test_shards_on_the_host_are_initialized_unit_by_unit():
         fully_shard_modules(model, class_policy(nn.Linear), offload_policy=CPUOffloadPolicy())
         assert {param.device.type for param in model.parameters()} == {"cpu"}
         empty = on_meta(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)))
-        fully_shard(empty, init=False, offload_policy=CPUOffloadPolicy())
+        fully_shard(empty, options=ShardOptions(init=False), offload_policy=CPUOffloadPolicy())
         empty.to_empty(device=simulation.device)
         assert {param.device.type for param in empty.parameters()} == {"cpu"}
         assert units_in(empty)[0].buffers[0].compute_device.type == "sim"
@@ -248,8 +253,8 @@ def test_13_billion_parameters_need_an_eighth_and_a_block():
 def test_all_ranks_begin_with_the_weights_of_rank_0():
     def shard_blocks(model: nn.Module, **kwargs) -> nn.Module:
         for block in model.blocks:
-            fully_shard(block, **kwargs)
-        return fully_shard(model, **kwargs)
+            fully_shard(block, **shard_arguments(**kwargs))
+        return fully_shard(model, **shard_arguments(**kwargs))
 
     def trained(model: nn.Module, rank: int) -> dict:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

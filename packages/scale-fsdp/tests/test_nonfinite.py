@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
 from scale_check.simulate import simulate
+from scale_core import StepError
 from scale_core.comm.group import group_of
-from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, StepError, fully_shard
+from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardOptions, fully_shard
 
 WIDTH = 4
 
@@ -64,7 +66,7 @@ def sharded(**kwargs: Any) -> nn.Module:
     model = Net()
     for block in model.blocks:
         fully_shard(block)
-    return fully_shard(model, **kwargs)
+    return fully_shard(model, **shard_arguments(**kwargs))
 
 
 def data(step: int, micro: int = 0) -> Tensor:
@@ -143,12 +145,12 @@ def test_however_a_model_is_wrapped_it_is_looked_at(wrap: str) -> None:
     if wrap == "meta":
         with torch.device("meta"):
             model = Net()
-        model = fully_shard(model, error_if_nonfinite=True)
+        model = fully_shard(model, options=ShardOptions(error_if_nonfinite=True))
     elif wrap == "wrapper":
         model = FullyShardedDataParallel(Net(), error_if_nonfinite=True)
     elif wrap == "half":
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        model = fully_shard(Net(), error_if_nonfinite=True, mp_policy=half)
+        model = fully_shard(Net(), options=ShardOptions(error_if_nonfinite=True), mp_policy=half)
     else:
         model = sharded(error_if_nonfinite=True)
     for where, words in (("forward", "an output of"), ("backward", r"the local gradient of 'blocks.1.first.bias'")):
@@ -188,7 +190,7 @@ def test_sparse_gradients_and_integers_are_looked_at_as_they_are() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             return self.table(x), x, torch.empty(0)
 
-    model = fully_shard(Lookup(), error_if_nonfinite=True)
+    model = fully_shard(Lookup(), options=ShardOptions(error_if_nonfinite=True))
     model(torch.tensor([1, 1]))[0].sum().backward()
     model.zero_grad()
     with refused("the local gradient of 'table.weight', a parameter of the root unit,"):
@@ -205,4 +207,4 @@ def test_a_simulation_takes_everything_for_finite() -> None:
 
 def test_anything_but_a_flag_is_refused() -> None:
     with pytest.raises(TypeError, match="error_if_nonfinite: expected True or False, got 'nan'"):
-        fully_shard(copy.deepcopy(Net()), error_if_nonfinite="nan")  # type: ignore[arg-type]  # what a user may write
+        fully_shard(copy.deepcopy(Net()), options=ShardOptions(error_if_nonfinite="nan"))  # type: ignore[arg-type]  # what a user may write

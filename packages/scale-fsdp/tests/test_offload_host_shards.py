@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
 import scale_core.flat.shard_storage
@@ -63,8 +64,8 @@ def sharded(dtype: torch.dtype | None = None) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     settings: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(), "compute_device": "cpu:0", "mp_policy": policy}
     for layer in (model[0], model[2]):
-        fully_shard(layer, **settings)
-    return fully_shard(model, **settings)
+        fully_shard(layer, **shard_arguments(**settings))
+    return fully_shard(model, **shard_arguments(**settings))
 
 
 def run(model: nn.Module) -> Tensor:

@@ -13,8 +13,15 @@ from torch import Tensor, nn
 import scale_fsdp.offload.backward
 from scale_core.flat import reduction as flat_reduced
 from scale_core.hooks.autograd import register_reduced_grad_hook
-from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, ShardedEMA, fully_shard
-from scale_fsdp.fully_sharded_data_parallel import shard_for_wrapper
+from scale_fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadOptimizer,
+    ShardedEMA,
+    ShardOptions,
+    fully_shard,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -27,6 +34,11 @@ def layers(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(count)))
 
 
+def by_fairscales_names(module: nn.Module, **kwargs: Any) -> nn.Module:
+    FullyShardedDataParallel(module, **kwargs)
+    return module
+
+
 def sharded(plain: nn.Module, shard: Any = fully_shard, **kwargs: Any) -> nn.Module:
     model = copy.deepcopy(plain)
     for layer in model.children():
@@ -35,7 +47,7 @@ def sharded(plain: nn.Module, shard: Any = fully_shard, **kwargs: Any) -> nn.Mod
 
 
 def on_the_host(plain: nn.Module, **kwargs: Any) -> nn.Module:
-    return sharded(plain, offload_policy=CPUOffloadPolicy(), compute_device="cuda", **kwargs)
+    return sharded(plain, offload_policy=CPUOffloadPolicy(), options=ShardOptions(compute_device="cuda"), **kwargs)
 
 
 def data(step: int = 0) -> Tensor:
@@ -107,7 +119,7 @@ def test_a_forward_does_not_wait_for_the_shards_of_its_units(dtype: torch.dtype)
 def test_gradients_go_to_the_host_beside_the_computation() -> None:
     plain = layers().cuda()
     model, device = (
-        sharded(plain, shard_for_wrapper, move_grads_to_cpu=True),
+        sharded(plain, by_fairscales_names, move_grads_to_cpu=True),
         torch.device("cuda", torch.cuda.current_device()),
     )
     done: list[tuple[bool, bool]] = []

@@ -15,7 +15,7 @@ from scale_core.comm.group import group_of
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
-from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, fully_shard
+from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadOptimizer, ShardOptions, fully_shard
 from scale_fsdp.offload.backward import ConsumedGradient
 
 STEPS = 4
@@ -29,8 +29,8 @@ def model() -> nn.Sequential:
 def sharded(flatten: bool = False) -> nn.Module:
     built = model()
     for layer in (built[0], built[2]):
-        fully_shard(layer, flatten_parameters=flatten)
-    return fully_shard(built, flatten_parameters=flatten)
+        fully_shard(layer, options=ShardOptions(flatten_parameters=flatten))
+    return fully_shard(built, options=ShardOptions(flatten_parameters=flatten))
 
 
 def backward(each: nn.Module, step: int) -> None:
@@ -112,7 +112,12 @@ def test_it_steps_on_shards_that_are_on_the_host() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for overlap_step in (False, True):
         mine, theirs = (
-            fully_shard(model(), offload_policy=CPUOffloadPolicy(), compute_device="cpu:0", mp_policy=policy)
+            fully_shard(
+                model(),
+                offload_policy=CPUOffloadPolicy(),
+                options=ShardOptions(compute_device="cpu:0"),
+                mp_policy=policy,
+            )
             for _ in range(2)
         )
         ours, other = offloaded(mine, True, host_fraction=0.5, overlap_step=overlap_step), adam(theirs, True)

@@ -19,9 +19,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from scale_check.exact import assert_equal
-from scale_core import full_numel, full_shape, num_parameters
+from scale_core import num_parameters
 from scale_core.errors import ShardedTensorError
-from scale_fsdp import describe, fully_shard
+from scale_core.shard import full_numel, full_shape
+from scale_fsdp import ShardOptions, describe, fully_shard
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "fsdp-errors.md"
 
@@ -37,7 +38,7 @@ class Pair:
         self.plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 5))
         self.model = copy.deepcopy(self.plain)
         for module in (self.model[0], self.model):
-            fully_shard(module, flatten_parameters=self.flat)
+            fully_shard(module, options=ShardOptions(flatten_parameters=self.flat))
         self.both = (self.model, self.plain)
         self.optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in self.both]
 

@@ -13,6 +13,7 @@ from scale_core.hooks.autograd import register_local_grad_hook
 from scale_fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    ShardOptions,
     fully_shard,
     fully_shard_modules,
     name_policy,
@@ -59,7 +60,7 @@ def test_a_policy_has_floating_point_dtypes_only():
     with pytest.raises(ValueError, match=r"reduce_dtype.*'bf16'"):
         fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(reduce_dtype="bf16"))
     with pytest.raises(ValueError, match=r"buffer_dtype.*int8"):
-        fully_shard(nn.Linear(2, 2), buffer_dtype=torch.int8)
+        fully_shard(nn.Linear(2, 2), options=ShardOptions(buffer_dtype=torch.int8))
     with pytest.raises(TypeError, match=r"mp_policy: expected a .*MixedPrecisionPolicy, got 'bf16'"):
         fully_shard(nn.Linear(2, 2), mp_policy="bf16")
 
@@ -229,7 +230,7 @@ def test_a_state_dict_has_buffers_in_their_plain_dtypes():
 
     model = nn.Sequential(nn.Linear(3, 3), Scaled())
     for module in (model[1], model):
-        fully_shard(module, buffer_dtype=torch.float16)
+        fully_shard(module, options=ShardOptions(buffer_dtype=torch.float16))
     model(torch.ones(2, 3))
     assert model[1].scale.dtype == torch.float16
     state = model.state_dict()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -53,7 +54,7 @@ def built() -> Model:
 
 def sharded(model: nn.Module, **kwargs: Any) -> nn.Module:
     for module in (model.embed, model.up, model):
-        fully_shard(module, **kwargs)
+        fully_shard(module, **shard_arguments(**kwargs))
     return model
 
 

@@ -16,7 +16,7 @@ from scale_core.hooks.autograd import register_local_grad_hook
 from scale_core.shard import full_shape, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
-from scale_fsdp import fully_shard, reshard_to
+from scale_fsdp import ShardOptions, fully_shard, reshard_to
 from scale_fsdp.runtime.unit import units_in
 
 
@@ -239,8 +239,8 @@ def test_attributes_of_parameters_outlive_sharding_and_moves(build):
         model = nn.Sequential(Tagged(3, 3), nn.Linear(3, 2))
     model[0].weight.kind = "matrix"
     model[1].bias._no_weight_decay = True
-    fully_shard(model[0], init=False if build == "meta" else None)
-    fully_shard(model, init=False if build == "meta" else None)
+    fully_shard(model[0], options=ShardOptions(init=False if build == "meta" else None))
+    fully_shard(model, options=ShardOptions(init=False if build == "meta" else None))
     if build == "meta":
         model.to_empty(device="cpu")
         model.load_state_dict(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).state_dict())
@@ -339,8 +339,8 @@ def test_each_flat_parameter_has_a_name_of_its_own():
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double(), nn.Linear(3, 3))
     model[2].requires_grad_(False)
-    fully_shard(model[0], flatten_parameters=True)
-    fully_shard(model, flatten_parameters=True)
+    fully_shard(model[0], options=ShardOptions(flatten_parameters=True))
+    fully_shard(model, options=ShardOptions(flatten_parameters=True))
     named = dict(model.named_parameters())
     marks = {name: shard_of(param).name for name, param in named.items()}
     assert sorted(name if marks[name] == name else f"{name} is marked {marks[name]}" for name in named) == [
@@ -471,7 +471,9 @@ def test_attributes_stay_on_shards_and_full_parameters():
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     model[0].bias._no_weight_decay = True
     seen = []
-    fully_shard(model[0], init=lambda m: (seen.append(m.bias._no_weight_decay), m.reset_parameters()))
+    fully_shard(
+        model[0], options=ShardOptions(init=lambda m: (seen.append(m.bias._no_weight_decay), m.reset_parameters()))
+    )
     fully_shard(model)
     assert seen == [True]
     with model.summon_full_params():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from scale_check.exact import gather_values
 from scale_core.errors import StepError
 from scale_core.testing import run_ranks
-from scale_fsdp import fully_shard
+from scale_fsdp import ShardOptions, fully_shard
 
 STEPS = 6
 
@@ -44,7 +44,7 @@ def build() -> nn.Sequential:
 
 def shard(net: nn.Sequential, reshard: bool) -> None:
     for module in (net[0], net[2], net[4], net):
-        fully_shard(module, reshard_after_forward=reshard, limit_seconds=20)
+        fully_shard(module, reshard_after_forward=reshard, options=ShardOptions(limit_seconds=20))
 
 
 def full(net: nn.Module) -> dict[str, Tensor]:

@@ -14,11 +14,12 @@ from torch import nn
 from scale_check.exact import assert_equal, gather_values
 from scale_fsdp import (
     FullyShardedDataParallel,
-    consolidate_local_state_dicts,
+    ShardOptions,
     full_optim_state_dict,
     fully_shard,
     shard_optim_state_dict,
 )
+from scale_fsdp.state_dict.local import consolidate_local_state_dicts
 
 METHODS = [
     "state_dict",
@@ -88,7 +89,7 @@ def test_a_subclass_as_fairseqs_and_files_of_workers_work() -> None:
 
 @pytest.mark.parametrize("flatten", [False, True])
 def test_the_state_of_a_copy_is_its_own(flatten: bool) -> None:
-    model = fully_shard(Awkward(0), flatten_parameters=flatten)
+    model = fully_shard(Awkward(0), options=ShardOptions(flatten_parameters=flatten))
     copied = copy.deepcopy(model)
     copied.load_state_dict(Awkward(1).state_dict())
     optimizer = torch.optim.Adam([param for param in copied.parameters() if param.requires_grad])

@@ -17,7 +17,13 @@ from scale_check.exact import assert_equal
 from scale_core.comm.group import Group
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_fsdp import FullyShardedDataParallel, full_optim_state_dict, fully_shard, shard_optim_state_dict
+from scale_fsdp import (
+    FullyShardedDataParallel,
+    ShardOptions,
+    full_optim_state_dict,
+    fully_shard,
+    shard_optim_state_dict,
+)
 from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.state_dict.optimizer import _contract_of
 
@@ -236,7 +242,7 @@ def test_what_one_flat_parameter_shares_must_be_alike() -> None:
 
 
 def test_groups_of_named_parameters_keep_their_own_names() -> None:
-    model = fully_shard(Awkward(), flatten_parameters=True)
+    model = fully_shard(Awkward(), options=ShardOptions(flatten_parameters=True))
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
     train(model, optimizer)
     full = full_optim_state_dict(model, optimizer)
@@ -249,7 +255,7 @@ def test_groups_of_named_parameters_keep_their_own_names() -> None:
 
 
 def test_after_a_move_the_contract_is_that_of_the_new_ranks() -> None:
-    model = fully_shard(nn.Linear(2, 2), limit_seconds=7.0)
+    model = fully_shard(nn.Linear(2, 2), options=ShardOptions(limit_seconds=7.0))
     model(torch.ones(1, 2))
     before = unit_of(model).root.contract
     assert _contract_of(model) is before

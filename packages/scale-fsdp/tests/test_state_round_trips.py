@@ -20,7 +20,8 @@ from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target
-from scale_fsdp import consolidate_local_state_dicts, full_optim_state_dict, shard_optim_state_dict
+from scale_fsdp import full_optim_state_dict, shard_optim_state_dict
+from scale_fsdp.state_dict.local import consolidate_local_state_dicts
 from scale_snapshot import load_snapshot, save_snapshot
 
 WORLD = 3

@@ -10,9 +10,10 @@ from fsdp_parity import noise
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
+from scale_core import StepError
 from scale_core.comm.group import group_of
 from scale_core.flat.buffer import State
-from scale_fsdp import StepError, fully_shard, register_fsdp_forward_method
+from scale_fsdp import fully_shard, register_fsdp_forward_method
 from scale_fsdp.runtime.unit import units_in
 
 PLACES = ("block", "root", "entry", "exit", "method", "evaluation")

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shard_arguments import shard_arguments
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adam, Optimizer
 
 from scale_core import ContractError
-from scale_fsdp import fully_shard
+from scale_fsdp import ShardOptions, fully_shard
 
 Steps = Callable[[nn.Module, int], Callable[[int], object]]  # How a rank steps after each pass, by its number
 
@@ -23,8 +24,8 @@ Steps = Callable[[nn.Module, int], Callable[[int], object]]  # How a rank steps 
 def model(**options: Any) -> nn.Sequential:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 4)).double()
-    fully_shard(layers[0], **options)
-    fully_shard(layers, **options)
+    fully_shard(layers[0], **shard_arguments(**options))
+    fully_shard(layers, **shard_arguments(**options))
     return layers
 
 
@@ -155,7 +156,7 @@ def test_steps_that_differ_raise_one_pass_later(steps: Steps, expected: str) -> 
 @pytest.mark.ranks(2)
 def test_parts_without_a_common_parameter_are_compared_too() -> None:
     small = nn.Sequential(nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)).double()
-    fully_shard(small, atom="parameter")  # Each rank has one of the parameters.
+    fully_shard(small, options=ShardOptions(atom="parameter"))  # Each rank has one of the parameters.
     outcome = train(other_rates(small, dist.get_rank()), small)
     assert "on their parts of the model" in outcome and "rank 1: SGD with lr=0.05" in outcome
 

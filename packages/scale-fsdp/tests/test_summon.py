@@ -11,7 +11,7 @@ from scale_check.exact import assert_equal
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_fsdp import fully_shard
+from scale_fsdp import ShardOptions, fully_shard
 from scale_fsdp.runtime.unit import units_in
 
 CASES = [Case(wrapping="deep"), Case(wrapping="leaves", flatten=True), Case(wrapper=True), Case(precision="bf16")]
@@ -92,7 +92,7 @@ def test_a_flat_parameter_is_not_listed_beside_the_whole_ones():
     plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model = copy.deepcopy(plain)
     for module in (model[0], model):
-        fully_shard(module, flatten_parameters=True)
+        fully_shard(module, options=ShardOptions(flatten_parameters=True))
     before = dict(model.named_parameters())
     with model.summon_full_params():
         inside = {name: param.detach().clone() for name, param in model.named_parameters()}

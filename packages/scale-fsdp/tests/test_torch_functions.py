@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shard_arguments import shard_arguments
 from state_cases import Awkward, Layout, train, two_groups
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -222,8 +223,8 @@ def test_torch_s_clipping_works_and_its_ddp_is_refused() -> None:
         torch.manual_seed(0)
         plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.Linear(3, 3))
         model, critic = copy.deepcopy(plain), nn.Linear(3, 1)
-        fully_shard(model[0], **kwargs)
-        fully_shard(model, **kwargs)
+        fully_shard(model[0], **shard_arguments(**kwargs))
+        fully_shard(model, **shard_arguments(**kwargs))
         judge = copy.deepcopy(critic)
         theirs, mine = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model))
         x = torch.randn(2 * world, 6, generator=torch.Generator().manual_seed(3))

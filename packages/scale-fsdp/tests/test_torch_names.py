@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.shard import shard_of
-from scale_fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, UnshardHandle, fully_shard
+from scale_fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, ShardOptions, UnshardHandle, fully_shard
 from scale_fsdp.runtime.unit import unit_of, units_in
 
 
@@ -285,7 +285,7 @@ def steps_in_backward(flatten: bool, in_hooks: bool) -> list[Any]:
     torch.manual_seed(0)
     model = Transformer(layers=2)
     for module in (*model.layers, model):
-        fully_shard(module, flatten_parameters=flatten)
+        fully_shard(module, options=ShardOptions(flatten_parameters=flatten))
     calls: list[str] = []
     optimizers = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
 

@@ -3,18 +3,19 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from shard_arguments import shard_arguments
 from test_meta_init import Rotary, layers, on_meta
 from torch import nn
 
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_fsdp import fully_shard, fully_shard_modules, name_policy
+from scale_fsdp import ShardOptions, fully_shard, fully_shard_modules, name_policy
 from scale_snapshot import load_snapshot, save_snapshot
 
 
 def deferred(build=layers, **kwargs) -> nn.Module:
-    return fully_shard_modules(on_meta(build), name_policy("0"), init=False, **kwargs)
+    return fully_shard_modules(on_meta(build), name_policy("0"), **shard_arguments(init=False, **kwargs))
 
 
 def equal(model: nn.Module, plain: nn.Module) -> bool:
@@ -83,7 +84,7 @@ def test_a_sharded_checkpoint_goes_straight_into_a_model_on_meta(tmp_path):
         dcp.load(sharded_state_dict(empty), checkpoint_id=f"{directory}/torch")
 
     for load in (by_snapshot, by_torch):
-        empty = fully_shard(on_meta(layers), init=False).to_empty(device="cpu")
+        empty = fully_shard(on_meta(layers), options=ShardOptions(init=False)).to_empty(device="cpu")
         load(empty)
         empty(torch.ones(2, 3))  # batch norm counts
         loaded = empty.state_dict()

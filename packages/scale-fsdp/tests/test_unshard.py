@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
 from scale_check.exact import gather_values
@@ -17,7 +18,7 @@ from scale_core.comm.group import group_of
 from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_fsdp import fully_shard
+from scale_fsdp import ShardOptions, fully_shard
 from scale_fsdp.runtime.unit import unit_of, units_in
 
 
@@ -30,8 +31,8 @@ def sharded(plain: nn.Sequential, **kwargs: Any) -> nn.Sequential:
     model = copy.deepcopy(plain)
     for layer in model:
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, **kwargs)
-    return fully_shard(model, **kwargs)
+            fully_shard(layer, **shard_arguments(**kwargs))
+    return fully_shard(model, **shard_arguments(**kwargs))
 
 
 def data(step: int, rank: int) -> Tensor:
@@ -107,7 +108,7 @@ def test_steps_on_a_model_of_some_ranks_leave_others_gathered() -> None:
     size = 2
     torch.manual_seed(0)
     everyone = group_of()
-    actor = fully_shard(nn.Linear(4, 4, bias=False), limit_seconds=10.0)
+    actor = fully_shard(nn.Linear(4, 4, bias=False), options=ShardOptions(limit_seconds=10.0))
     few = subgroup_of(everyone, range(size))
     x = torch.ones(2, 4)
     optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
@@ -115,7 +116,7 @@ def test_steps_on_a_model_of_some_ranks_leave_others_gathered() -> None:
     for _ in range(2):
         actor.unshard()
         if everyone.rank < size:
-            critic = fully_shard(nn.Linear(4, 2), few, limit_seconds=10.0)
+            critic = fully_shard(nn.Linear(4, 2), few, options=ShardOptions(limit_seconds=10.0))
             critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
             critic(x).square().mean().backward()
             critic_optimizer.step()
@@ -211,8 +212,8 @@ def test_a_rank_without_memory_to_unshard_raises_on_all_ranks(inside: bool) -> N
     model = copy.deepcopy(plain)
     model[0].forward = lambda x: x @ model[0].weight.t()  # type: ignore[method-assign]
     for layer in model[::2]:
-        fully_shard(layer, limit_seconds=limit)
-    fully_shard(model, limit_seconds=limit)
+        fully_shard(layer, options=ShardOptions(limit_seconds=limit))
+    fully_shard(model, options=ShardOptions(limit_seconds=limit))
     first, x = model[0], torch.ones(2, 3)
     model(x)
     unit, begun, own = unit_of(first), time.monotonic(), FlatBuffer.allocate

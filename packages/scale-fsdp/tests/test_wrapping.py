@@ -12,9 +12,16 @@ from wrapping_models import Block, Model, linears
 import scale_fsdp.wrapping.auto_wrap as wrap_module
 from scale_core.shard import Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_fsdp import FullyShardedDataParallel, fully_shard, get_fsdp_instances
+from scale_fsdp import FullyShardedDataParallel, fully_shard
 from scale_fsdp.runtime.unit import units_in
-from scale_fsdp.wrapping.auto_wrap import auto_wrap, enable_wrap, fully_shard_modules, plan_units, wrap
+from scale_fsdp.wrapping.auto_wrap import (
+    auto_wrap,
+    enable_wrap,
+    fully_shard_modules,
+    get_fsdp_instances,
+    plan_units,
+    wrap,
+)
 from scale_fsdp.wrapping.policy import class_policy, name_policy, size_policy
 
 

@@ -9,7 +9,8 @@ from fsdp_parity import assert_same_grads, noise, sharded
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from scale_fsdp import OffloadOptimizer, class_policy, fully_shard, fully_shard_modules, get_fsdp_instances
+from scale_fsdp import OffloadOptimizer, class_policy, fully_shard, fully_shard_modules
+from scale_fsdp.wrapping.auto_wrap import get_fsdp_instances
 
 
 @pytest.mark.fault(80)

@@ -15,7 +15,7 @@ from lightning_models import Block, Net, assert_equal, batches, loader, plain_tr
 
 from scale_core import ShardedGradScaler
 from scale_core.testing import run_ranks
-from scale_fsdp import class_policy, fully_shard
+from scale_fsdp import ShardOptions, class_policy, fully_shard
 from scale_lightning import ScaleFSDPStrategy, ScaleOSSStrategy, ScaleShardedDDPStrategy
 
 pytestmark = [  # What Lightning says of few workers, and what it uses of torch that torch has deprecated
@@ -101,7 +101,7 @@ class OwnUnits(Net):
         with torch.device("meta"):
             self.net = torch.nn.Sequential(Block(), Block())
         for block in self.net:
-            fully_shard(block, compute_device="cpu")
+            fully_shard(block, options=ShardOptions(compute_device="cpu"))
 
 
 def fit_own_units(folder: str) -> None:
@@ -148,7 +148,7 @@ def test_what_does_not_go_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="state_dict_type: expected"):
         ScaleOSSStrategy(state_dict_type="rank")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="flatten_parameters=True merges parameters"):
-        ScaleFSDPStrategy(flatten_parameters=True)
+        ScaleFSDPStrategy(options=ShardOptions(flatten_parameters=True))
     with pytest.raises(ValueError, match="Manual sets automatic_optimization=False"):
         run_ranks(fit_manually, 1)
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scale_core import clip_grad_norm_, shard_of
+from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group, GroupLike
+from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict

@@ -21,8 +21,9 @@ from scale_core.comm.group import Group, group_of
 from scale_core.hooks.source_grads import register_source_grad_hook
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
-from scale_moe import Balance, ExpertChoice, MoE, TokenChoice, combine, dispatch, plan_dispatch
+from scale_moe import Balance, ExpertChoice, MoE, TokenChoice
 from scale_moe.experts import Experts
+from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
 
 DIM, HIDDEN, STEPS = 5, 7, 5
 TOP_2, NO_BALANCE = TokenChoice(2), Balance()

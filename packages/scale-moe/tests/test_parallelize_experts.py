@@ -19,8 +19,8 @@ import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401  # For the
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from scale_core import shard_of
 from scale_core.comm.group import Group, group_of
+from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_moe import MoE, average_replicated_gradients, parallelize_experts

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
-from scale_moe import combine, dispatch, plan_dispatch
 from scale_moe import token_dispatcher as module
-from scale_moe.token_dispatcher import experts_per_rank
+from scale_moe.token_dispatcher import combine, dispatch, experts_per_rank, plan_dispatch
 
 # The example of the guide: tokens a to f, which have the values 1 to 6.
 CHOICES = [[[0, 2], [0, 1], [3, 0]], [[1, 3], [0, 1], [2, 3]]]

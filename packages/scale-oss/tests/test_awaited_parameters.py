@@ -20,7 +20,7 @@ from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
 from scale_core.shard import as_local
 from scale_core.sharded_tensor.replicated_parameter import AwaitedParameter, ReplicatedParameter
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 from scale_oss.buckets import bucket
 
 
@@ -174,7 +174,7 @@ def test_what_a_program_does_after_a_step_is_right() -> None:
             torch.manual_seed(0)
             plain = Clip().double()
             model = copy.deepcopy(plain)
-            optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, bucket_numel=20)
+            optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, options=OSSOptions(bucket_numel=20))
             wrapped = ShardedDataParallel(model, optimizer, overlap_gather=overlap)
             rank = group_of().rank
             seen = train(wrapped, model, optimizer, [rank], way)
@@ -187,7 +187,7 @@ def one_step() -> tuple[Clip, ShardedDataParallel, OSS]:
     bucket.all_gather = LateGather  # type: ignore[attr-defined, assignment, misc]
     torch.manual_seed(0)
     model = Clip().double()
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, bucket_numel=20)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, options=OSSOptions(bucket_numel=20))
     wrapped = ShardedDataParallel(model, optimizer)
     wrapped(data(group_of().rank, 0)).square().mean().backward()
     optimizer.step()
@@ -324,7 +324,7 @@ def test_a_module_compiled_with_gradients_trains_as_plain() -> None:
     torch.manual_seed(0)
     plain = Clip().double()
     model = copy.deepcopy(plain)
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, bucket_numel=20)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.25, options=OSSOptions(bucket_numel=20))
     model.compile(backend="eager")
     wrapped = ShardedDataParallel(model, optimizer)
     values = train_compiled(model, wrapped, optimizer, [group_of().rank])

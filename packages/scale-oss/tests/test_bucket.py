@@ -10,7 +10,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.compat import fake_tensors
 from scale_core.device import buffer_pool
 from scale_core.shard import Placement, shard_of
-from scale_oss import OSS
+from scale_oss import OSS, OSSOptions
 from scale_oss.buckets.bucket import Bucket
 from scale_oss.buckets.partition import BucketPartition, assign_whole, cut_evenly
 
@@ -169,7 +169,7 @@ def test_parameters_and_their_pieces_start_at_16_bytes(elementwise: bool) -> Non
     params = [
         nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in shapes for dtype in (torch.float32, torch.bfloat16)
     ]
-    optimizer = OSS(params, torch.optim.SGD, lr=0.1, elementwise=elementwise)
+    optimizer = OSS(params, torch.optim.SGD, lr=0.1, options=OSSOptions(elementwise=elementwise))
     pieces = [piece for bucket in optimizer.buckets for piece in bucket.pieces if piece.numel()]
     found = [tensor.data_ptr() % 16 for tensor in (*params, *pieces)]
     assert set(found) == {0}

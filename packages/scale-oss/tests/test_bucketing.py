@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_check.simulate import simulate
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 
 
 @pytest.mark.simulation
@@ -31,7 +31,7 @@ def test_each_device_has_buckets_of_its_own() -> None:
 
     with simulate(rank=1, world_size=2, device="sim") as simulation:
         module = OnTwoDevices()
-        optimizer = OSS(module.named_parameters(), torch.optim.AdamW, lr=0.1, bucket_numel=200)
+        optimizer = OSS(module.named_parameters(), torch.optim.AdamW, lr=0.1, options=OSSOptions(bucket_numel=200))
         model = ShardedDataParallel(module, optimizer)
         assert [(bucket.device.type, bucket.names) for bucket in optimizer.buckets] == [
             ("cpu", ["table.weight"]),
@@ -64,7 +64,7 @@ def test_each_device_has_buckets_of_its_own() -> None:
 def test_neighbors_of_one_kind_stand_together_and_others_apart() -> None:
     first, second, frozen = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4).requires_grad_(False)
     named = [(f"{at}.{name}", p) for at, m in enumerate((first, second, frozen)) for name, p in m.named_parameters()]
-    optimizer = OSS(named, torch.optim.SGD, lr=0.1, bucket_numel=16)
+    optimizer = OSS(named, torch.optim.SGD, lr=0.1, options=OSSOptions(bucket_numel=16))
     assert [bucket.names for bucket in optimizer.buckets] == [
         ["0.weight"],
         ["0.bias"],
@@ -73,7 +73,7 @@ def test_neighbors_of_one_kind_stand_together_and_others_apart() -> None:
         ["2.weight"],
         ["2.bias"],
     ]
-    optimizer = OSS(named, torch.optim.SGD, lr=0.1, bucket_numel=20)
+    optimizer = OSS(named, torch.optim.SGD, lr=0.1, options=OSSOptions(bucket_numel=20))
     assert [bucket.names for bucket in optimizer.buckets] == [
         ["0.weight", "0.bias"],
         ["1.weight", "1.bias"],
@@ -100,6 +100,6 @@ def test_parameters_over_one_memory_are_refused() -> None:
 def test_the_optimizer_sees_attributes_that_users_set(elementwise: bool) -> None:
     model = nn.Linear(4, 2)
     vars(model.bias)["_no_weight_decay"] = True
-    optimizer = OSS(model.parameters(), torch.optim.SGD, elementwise=elementwise, lr=0.1)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, options=OSSOptions(elementwise=elementwise), lr=0.1)
     stepped = [param for group in optimizer.optim.param_groups for param in group["params"]]
     assert [getattr(param, "_no_weight_decay", False) for param in stepped] == [False, True]

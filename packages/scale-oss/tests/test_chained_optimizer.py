@@ -18,7 +18,7 @@ from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_oss import OSS, ShardedDataParallel, SplitOptimizer, split_by
+from scale_oss import OSS, OSSOptions, ShardedDataParallel, SplitOptimizer, split_by
 from scale_snapshot import load_snapshot, save_snapshot
 
 MATRIX: tuple[type[torch.optim.Optimizer], dict[str, Any]] = (
@@ -79,7 +79,7 @@ class Pair:
 
 
 def split(model: nn.Module) -> SplitOptimizer:
-    return split_by(model, MATRIX, OTHER, other_names=["value"], bucket_numel=60)
+    return split_by(model, MATRIX, OTHER, other_names=["value"], options=OSSOptions(bucket_numel=60))
 
 
 @pytest.mark.parametrize("way", ["split", "Adafactor"])
@@ -95,7 +95,7 @@ def test_it_trains_as_plain_optimizers_beside_ddp(way: str) -> None:
             plain, ours = Pair(dict(theirs.named_parameters())), split(mine)
         else:
             plain = torch.optim.Adafactor(theirs.parameters(), lr=0.01)
-            ours = OSS(mine.parameters(), torch.optim.Adafactor, bucket_numel=60, lr=0.01)
+            ours = OSS(mine.parameters(), torch.optim.Adafactor, options=OSSOptions(bucket_numel=60), lr=0.01)
         models: list[nn.Module] = [theirs, mine]
         if wrapper is not None:
             optimizers = [getattr(ours, "optimizers", ours)] if wrapper is ShardedDataParallel else []
@@ -128,7 +128,7 @@ def test_it_is_one_optimizer_over_shards() -> None:
     plain = Pair(theirs, hidden)
     shards = Shards(theirs)
     model = model_of(shards.params)
-    ours = split_by(model, MATRIX, OTHER, other_names=["^embed$"], bucket_numel=60)
+    ours = split_by(model, MATRIX, OTHER, other_names=["^embed$"], options=OSSOptions(bucket_numel=60))
     assert [group["param_names"] for group in ours.param_groups] == [hidden, [n for n in theirs if n not in hidden]]
     schedules = [ExponentialLR(each, 0.7) for each in (*plain.both, ours)]
     for step in range(STEPS):

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from oss_cases import ELEMENTWISE, MATRICES, WHOLE, Lamb, Shards, give_gradients, plain_params, shapes_for, train
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
+from with_options import with_options
 
 from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_oss import OSS
+from scale_oss import OSS, OSSOptions
 from scale_oss.buckets import full_param_bucket as whole
 
 STEPS = 4
@@ -84,7 +85,7 @@ def beside_plain(name: str, bucket_numel: int, dtype: torch.dtype = torch.float3
     theirs = plain_params(shapes_for(name), dtype)
     shards = Shards(theirs)
     plain = cls(groups_of(theirs), **kwargs)
-    ours = OSS(groups_of(shards.params), cls, bucket_numel=bucket_numel, **kwargs)
+    ours = OSS(groups_of(shards.params), cls, **with_options(OSSOptions, bucket_numel=bucket_numel, **kwargs))
     assert bool(ours.full_param_buckets) == (group_of().size > 1)
     schedules = [ExponentialLR(each, 0.8) for each in (plain, ours)]
     watch = Watch(ours)
@@ -131,7 +132,7 @@ def test_state_is_balanced_to_within_the_largest_tensor() -> None:
     """Elements of state that this rank keeps, of all, of the largest tensor; and how many buckets there are."""
     shapes = {f"matrix {number}": (3 + number % 5, 7) for number in range(23)}
     shards = Shards(plain_params(shapes))
-    optimizer = OSS(shards.params.values(), Lamb, bucket_numel=100)
+    optimizer = OSS(shards.params.values(), Lamb, options=OSSOptions(bucket_numel=100))
     train(optimizer, shards.params.values(), range(1))
     kept = sum(moment.numel() for state in optimizer.optim.state.values() for moment in state["moments"])
     numels = [math.prod(shape) for shape in shapes.values()]
@@ -223,7 +224,7 @@ def test_shards_and_whole_parameters_may_stand_in_one_optimizer() -> None:
     names = list(mine)
     shards = Shards({name: mine[name] for name in names[::2]})
     mine.update(shards.params)
-    plain, ours = Lamb(theirs.values()), OSS(mine.values(), Lamb, bucket_numel=40)
+    plain, ours = Lamb(theirs.values()), OSS(mine.values(), Lamb, options=OSSOptions(bucket_numel=40))
     assert ours.buckets and ours.full_param_buckets
     for step in range(STEPS):
         for params in (theirs, mine):
@@ -311,7 +312,7 @@ def test_an_optimizer_that_fails_on_one_rank_is_named() -> None:
             super()._update(param, group)
 
     shards = Shards(plain_params(MATRICES))
-    optimizer = OSS(shards.params.values(), Failing, limit_seconds=600.0)
+    optimizer = OSS(shards.params.values(), Failing, options=OSSOptions(limit_seconds=600.0))
     give_gradients(shards.params.values(), 0)
     Failing.shape = optimizer.full_param_buckets[0].placements[0].shape
     with pytest.raises((ArithmeticError, ScaleDistributedError)) as caught:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from scale_core.comm.group import group_of
-from scale_oss import OSS, ShardedDataParallel, split_by
+from scale_oss import OSS, OSSOptions, ShardedDataParallel, split_by
 
 
 class ScheduleFree(Optimizer):
@@ -112,7 +112,9 @@ def test_modes_of_the_inner_optimizer_are_those_of_one_process() -> None:
         for elementwise in (True, False):
             plain = net()
             model = copy.deepcopy(plain)
-            optimizer = OSS(model.parameters(), ScheduleFree, elementwise=elementwise, bucket_numel=20)
+            optimizer = OSS(
+                model.parameters(), ScheduleFree, options=OSSOptions(elementwise=elementwise, bucket_numel=20)
+            )
             wrapped, reference = wrap(model, optimizer, kind), ScheduleFree(plain.parameters())
             assert optimizer.warmup == 3 and hasattr(optimizer, "train") and not hasattr(optimizer, "first_step")
             for step in range(3):
@@ -141,7 +143,7 @@ def test_a_method_that_needs_all_tensors_runs_on_one_rank() -> None:
         for clears in (True, False):
             plain = net()
             model = copy.deepcopy(plain)
-            optimizer = OSS(model.parameters(), SAM, together=True, lr=0.1, momentum=0.5)
+            optimizer = OSS(model.parameters(), SAM, options=OSSOptions(together=True), lr=0.1, momentum=0.5)
             wrapped, reference = wrap(model, optimizer, kind), SAM(plain.parameters(), lr=0.1, momentum=0.5)
             optimizer.rho_scale = reference.rho_scale = 2.0
             assert optimizer.optim.rho_scale == 2.0
@@ -176,7 +178,7 @@ def test_calls_that_would_see_parts_are_errors() -> None:
         with pytest.raises(AttributeError) as absent:
             getattr(optimizer, name)
         messages.append(str(absent.value))
-    together = OSS(net().parameters(), SAM, together=True, lr=0.1)
+    together = OSS(net().parameters(), SAM, options=OSSOptions(together=True), lr=0.1)
     with pytest.raises(RuntimeError) as caught:
         together.first_step(lambda: None)
     messages.append(str(caught.value))

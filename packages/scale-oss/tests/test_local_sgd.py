@@ -20,7 +20,7 @@ from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError
 from scale_core.testing import run_ranks
-from scale_oss import LocalSGD
+from scale_oss import LocalSGD, LocalSGDOptions, OuterStep
 
 BUILDS: dict[str, Callable[..., LocalSGD]] = {
     "average": LocalSGD,
@@ -153,7 +153,8 @@ def as_the_papers_say(
     with torch.no_grad():  # The first rank's values count.
         model.inner.weight.add_(rank)
     optimizer = INNER[inner](model)
-    local = BUILDS[way](model, optimizer, sync_every=every, inner_state=inner_state, bucket_numel=bucket_numel)
+    options = LocalSGDOptions(inner_state=inner_state, bucket_numel=bucket_numel)  # type: ignore[arg-type]
+    local = BUILDS[way](model, optimizer, sync_every=every, options=options)
     scheduler = halves(optimizer)
     run(model, optimizer, range(num_syncs * every), rank, scheduler)
     assert (local.num_syncs, local.steps_since_sync) == (num_syncs, 0)
@@ -330,17 +331,31 @@ def test_ranks_that_have_taken_other_numbers_of_steps_hear_of_it() -> None:
     [
         ({"sync_every": 0}, "expected sync_every to be an integer of at least 1, got 0"),
         ({"sync_every": 2.5}, "expected sync_every to be an integer of at least 1, got 2.5"),
-        ({"outer_lr": 0.0}, "expected outer_lr above 0"),
-        ({"outer_momentum": 1.0}, "expected outer_momentum from 0 to below 1, got 1.0"),
-        ({"nesterov": True}, "expected outer_momentum above 0, got 0"),
-        ({"inner_state": "drop"}, "expected inner_state to be one of 'maintain', 'reset', 'average', got 'drop'"),
-        ({"bucket_numel": 0}, "expected bucket_numel"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+def test_numbers_of_steps_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     model = Net()
     with pytest.raises(ValueError, match=message):
-        LocalSGD(model, adamw(model), **{"sync_every": 4, **options})
+        LocalSGD(model, adamw(model), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (OuterStep, {"lr": 0.0}, "expected lr above 0"),
+        (OuterStep, {"momentum": 1.0}, "expected momentum from 0 to below 1, got 1.0"),
+        (OuterStep, {"nesterov": True}, "expected momentum above 0, got 0"),
+        (
+            LocalSGDOptions,
+            {"inner_state": "drop"},
+            "expected inner_state to be one of 'maintain', 'reset', 'average', got 'drop'",
+        ),
+        (LocalSGDOptions, {"bucket_numel": 0}, "expected bucket_numel"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(kind: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
 
 
 def test_parameters_that_are_not_the_models_are_refused() -> None:

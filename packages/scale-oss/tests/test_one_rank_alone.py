@@ -9,13 +9,13 @@ from torch import nn
 
 from scale_core.errors import ScaleDistributedError
 from scale_core.testing.ranks import scaled_by_load
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 
 
 @pytest.mark.ranks(2)
 def test_an_evaluation_on_one_rank_says_what_to_write() -> None:
     inner = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    optimizer = OSS(inner.parameters(), torch.optim.SGD, lr=0.1, limit_seconds=scaled_by_load(1.0))
+    optimizer = OSS(inner.parameters(), torch.optim.SGD, lr=0.1, options=OSSOptions(limit_seconds=scaled_by_load(1.0)))
     model = ShardedDataParallel(inner, optimizer)
     model(torch.randn(4, 2)).square().mean().backward()
     optimizer.step()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from with_options import with_options
 
 from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import Group, group_of
@@ -21,7 +22,7 @@ from scale_core.optim.step_checks import watch_optimizers
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.testing import run_ranks
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 from scale_oss.inner_step import step_in_turn
 
 
@@ -43,7 +44,7 @@ def one_owner_for_all(sharded: bool) -> dict[str, Any]:
     watch_optimizers()
     plain = layers()
     model = copy.deepcopy(plain)
-    ours = OSS(param_groups(model), Prodigy, together=True, bucket_numel=20)
+    ours = OSS(param_groups(model), Prodigy, options=OSSOptions(together=True, bucket_numel=20))
     wrapped: Any = ShardedDataParallel(model, ours) if sharded else DistributedDataParallel(model)
     replica, theirs = DistributedDataParallel(plain), Prodigy(param_groups(plain))
     for step in range(4):
@@ -58,7 +59,7 @@ def one_owner_for_all(sharded: bool) -> dict[str, Any]:
         ours.consolidate_state_dict(recipient)
         if group_of().rank == recipient:
             assert_equal(ours.state_dict(), expected)
-    again = OSS(param_groups(model), Prodigy, together=True)
+    again = OSS(param_groups(model), Prodigy, options=OSSOptions(together=True))
     again.load_state_dict(expected)
     return {"state": len(ours.optim.state), "d": [group["d"] for group in again.param_groups]}
 
@@ -78,7 +79,7 @@ def test_a_joint_optimizer_refuses_shards_and_meta_tensors() -> None:
     shard = nn.Parameter(torch.zeros(2))
     set_shard(shard, Shard("weight", (4,), 0, 2, (Axis(Group(), Placement.SHARD),)))
     with pytest.raises(ValueError, match=r"Distance needs all tensors on one rank, but 'weight' is a shard"):
-        OSS([("weight", shard)], Distance, together=True)
+        OSS([("weight", shard)], Distance, options=OSSOptions(together=True))
     with pytest.raises(ValueError, match=r"'weight' is on the meta device.*model\.to_empty"):
         OSS(nn.Linear(2, 2, device="meta").named_parameters(), torch.optim.Adam)
 
@@ -111,7 +112,7 @@ def test_what_has_no_shape_or_no_size_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'weight' has no shape yet. Run the model once"):
         OSS(nn.LazyLinear(3).named_parameters(), torch.optim.SGD, lr=0.1)
     with pytest.raises(ValueError, match=r"expected bucket_numel of at least 1 element, got 0"):
-        OSS(layers().parameters(), torch.optim.SGD, lr=0.1, bucket_numel=0)
+        OSS(layers().parameters(), torch.optim.SGD, lr=0.1, options=OSSOptions(bucket_numel=0))
 
 
 def test_parameters_in_a_sparse_layout_are_refused_by_name() -> None:
@@ -166,7 +167,7 @@ def test_groups_that_are_added_later_train_and_are_clipped() -> None:
     """A group that is added later is clipped and stepped like the others."""
     plain = layers().double()
     model = copy.deepcopy(plain)
-    ours = OSS(model[0].parameters(), torch.optim.Adam, lr=0.01, bucket_numel=8)
+    ours = OSS(model[0].parameters(), torch.optim.Adam, lr=0.01, options=OSSOptions(bucket_numel=8))
     theirs = torch.optim.Adam(plain[0].parameters(), lr=0.01)
     rank, size = group_of().rank, group_of().size
     for step in range(3):
@@ -328,7 +329,11 @@ def test_parameters_whose_strides_ddp_has_noted_keep_them() -> None:
         wrapped = DistributedDataParallel(model)
         params = list(model.parameters())
         strides = [param.stride() for param in params]
-        made = OSS(params, torch.optim.SGD, **options, lr=0.05, momentum=0.9) if sharded else None
+        made = (
+            OSS(params, torch.optim.SGD, **with_options(OSSOptions, **options), lr=0.05, momentum=0.9)
+            if sharded
+            else None
+        )
         optimizer = made or torch.optim.SGD(params, lr=0.05, momentum=0.9)
         rank = torch.distributed.get_rank()
         for step in range(4):
@@ -409,7 +414,10 @@ def test_buckets_in_turn_are_stepped_as_all_at_once(kind: str) -> None:
 
     cls, kwargs = KINDS[kind]
     mine, theirs = plain_params(), plain_params()
-    ours, plain = OSS(groups_of(mine), cls, bucket_numel=40, **kwargs), cls(groups_of(theirs), **kwargs)
+    ours, plain = (
+        OSS(groups_of(mine), cls, **with_options(OSSOptions, bucket_numel=40, **kwargs)),
+        cls(groups_of(theirs), **kwargs),
+    )
     assert len(ours.buckets) > 3
     turns: list[int] = []
     ours.optim.register_step_pre_hook(lambda *_: turns.append(sum(bucket.needs_gather for bucket in ours.buckets)))
@@ -424,7 +432,7 @@ def test_buckets_in_turn_are_stepped_as_all_at_once(kind: str) -> None:
 
 def test_an_optimizer_of_which_nothing_is_known_takes_one_step() -> None:
     params = plain_params({"first": (3, 3), "second": (4, 2)})
-    ours = OSS(params.values(), Lamb, bucket_numel=4)
+    ours = OSS(params.values(), Lamb, options=OSSOptions(bucket_numel=4))
     assert len(ours.buckets) == 2
     train(ours, params.values(), range(3))
     assert ours.param_groups[0]["count"] == 3
@@ -457,7 +465,7 @@ def test_replicas_that_diverge_are_named_before_a_step() -> None:
     change_at = 1
     model = layers()
     model.scale = nn.Parameter(torch.ones(3), requires_grad=False)
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, check_replicas_every=every)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, options=OSSOptions(check_replicas_every=every))
     wrapped = ShardedDataParallel(model, optimizer)
     with pytest.raises(DivergenceError) as caught:
         for step in range(8):
@@ -482,11 +490,11 @@ def test_the_first_step_finds_different_initial_weights() -> None:
     model.weight.data.zero_()
     with pytest.raises(DivergenceError) as caught:
         optimizer.step()
-    OSS(model.named_parameters(), torch.optim.SGD, lr=0.1, check_replicas_every=0).step()
+    OSS(model.named_parameters(), torch.optim.SGD, lr=0.1, options=OSSOptions(check_replicas_every=0)).step()
     text = str(caught.value)
     assert "step 1: 1 of 2 tensors" in text and "'bias' [2]" in text
 
 
 def test_an_interval_that_is_no_number_of_steps_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a number of steps in check_replicas_every, got -1"):
-        OSS(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1, check_replicas_every=-1)
+        OSS(nn.Linear(2, 2).parameters(), torch.optim.SGD, lr=0.1, options=OSSOptions(check_replicas_every=-1))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from scale_oss import OSS, LocalSGD, ShardedDataParallel, split_by
+from scale_oss import OSS, OSSOptions, OuterStep, ShardedDataParallel, split_by
 
 
 def test_a_wrong_argument_is_named_before_anything_is_built() -> None:
@@ -16,9 +16,10 @@ def test_a_wrong_argument_is_named_before_anything_is_built() -> None:
         (
             OSS,
             (model.parameters(), SGD),
-            {"bucket_numel": "3", "lr": 0.1},
-            "OSS: expected bucket_numel to be an integer",
+            {"bucket_numel": 3, "lr": 0.1},
+            r"OSS.*: there is no argument bucket_numel=; write options=OSSOptions\(bucket_numel=...\)",
         ),
+        (OSSOptions, (), {"bucket_numel": "3"}, "OSSOptions: expected bucket_numel to be an integer"),
         (OSS, (model.parameters(), plain), {}, "expected optim to be a class of optimizers"),
         (OSS, (None,), {}, "OSS: expected params to be a collection, got None"),
         (ShardedDataParallel, (None, optimizer), {}, "ShardedDataParallel: expected module to be a Module, got None"),
@@ -29,7 +30,7 @@ def test_a_wrong_argument_is_named_before_anything_is_built() -> None:
         (OSS, (model.parameters(), SGD, None, 1), {"lr": 0.1}, "positional arguments but 5 were given"),
         (OSS, (model.parameters(), SGD), {"lr": 0.1, "broadcast_fp16": -1}, "expected broadcast_fp16 to be a bool"),
         (split_by, (model, (SGD, {}), (SGD, {})), {"other_names": "layers"}, r"; write \['layers'\]"),
-        (LocalSGD, (model, plain), {"sync_every": 2, "nesterov": "no"}, "; write nesterov=False"),
+        (OuterStep, (), {"nesterov": "no"}, "; write nesterov=False"),
     ]
     for call, args, kwargs, text in wrong:
         with pytest.raises(TypeError, match=text):

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from with_options import with_options
 
 import scale_core
 from scale_check.simulate import simulate
 from scale_core.hooks import autograd as hooks
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_oss import OSS, LocalSGD, ShardedDataParallel
+from scale_oss import OSS, LocalSGD, OSSOptions, OuterStep, ShardedDataParallel
 from scale_oss.reducer import Reducer
 
 pytestmark = [
@@ -67,7 +68,7 @@ def test_sharded_data_parallel_has_no_race(options: dict[str, Any]) -> None:
     model = mlp()
     of_wrapper = {name: options[name] for name in ("overlap_gather", "reduce_fp16") if name in options}
     of_optimizer = {name: value for name, value in options.items() if name not in of_wrapper}
-    optimizer = OSS(model.parameters(), optim=AdamW, lr=1e-3, **of_optimizer)
+    optimizer = OSS(model.parameters(), optim=AdamW, lr=1e-3, **with_options(OSSOptions, **of_optimizer))
     train(ShardedDataParallel(model, optimizer, **of_wrapper), optimizer)
 
 
@@ -121,7 +122,7 @@ def test_gradients_that_a_program_averages_have_no_race() -> None:
 def test_local_sgd_has_no_race() -> None:
     model = mlp()
     inner = SGD(model.parameters(), lr=0.1)
-    averaging = LocalSGD(model, inner, sync_every=2, outer_momentum=0.9)
+    averaging = LocalSGD(model, inner, sync_every=2, outer=OuterStep(momentum=0.9))
     train(model, inner)
     averaging.sync()
 

@@ -17,6 +17,7 @@ from oss_cases import ELEMENTWISE, MATRICES, WHOLE, Shards, model_of, plain_para
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from with_options import with_options
 
 from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import Group, group_of
@@ -26,7 +27,7 @@ from scale_core.state.dcp import dcp_target
 from scale_core.state.param_ownership import ParamSlice
 from scale_core.testing import run_ranks
 from scale_core.tree import tensors_in
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 from scale_snapshot import SnapshotError, load_snapshot, save_snapshot
 
 OPTIMIZERS = {**ELEMENTWISE, **WHOLE}
@@ -46,7 +47,7 @@ def our_side(name: str, sharded: bool, params: dict[str, nn.Parameter] | None = 
     cls, kwargs = OPTIMIZERS[name]
     shards = Shards(params) if sharded else None
     mine = shards.params if shards is not None else params
-    return mine, OSS(mine.values(), cls, bucket_numel=BUCKET_NUMEL, **kwargs), shards
+    return mine, OSS(mine.values(), cls, **with_options(OSSOptions, bucket_numel=BUCKET_NUMEL, **kwargs)), shards
 
 
 def weights(params: Any, shards: Shards | None) -> dict[str, Tensor]:
@@ -148,7 +149,7 @@ def test_every_rank_may_ask_for_the_state_while_there_is_none() -> None:
     assert ours.state_dict()["state"] == {}
     # A rank that has looked at its shard knows no more than the others, which have not.
     first, second = nn.Linear(3, 1), nn.Linear(1, 1)
-    grown = OSS(first.parameters(), torch.optim.AdamW, lr=0.1, limit_seconds=20)
+    grown = OSS(first.parameters(), torch.optim.AdamW, lr=0.1, options=OSSOptions(limit_seconds=20))
     if dist.get_rank() == 0:
         grown.sharded_state(ParamSlice("weight", first.weight, (1, 3), 0, 3))
     grown.add_param_group({"params": second.parameters()})
@@ -163,7 +164,9 @@ def test_a_training_with_rounded_parameters_is_resumed() -> None:
     def begin(name: str) -> tuple[nn.Module, OSS]:
         params = plain_params(shapes_for(name))
         cls, kwargs = OPTIMIZERS[name]
-        return model_of(params), OSS(params.values(), cls, bucket_numel=BUCKET_NUMEL, broadcast_fp16=True, **kwargs)
+        return model_of(params), OSS(
+            params.values(), cls, **with_options(OSSOptions, bucket_numel=BUCKET_NUMEL, broadcast_fp16=True, **kwargs)
+        )
 
     for name in OPTIMIZERS:
         model, ours = begin(name)
@@ -193,7 +196,7 @@ def test_the_state_is_found_by_the_parameters() -> None:
     params = plain_params(MATRICES)
     for name, whole in (("adamw", False), ("lamb", True)):
         cls, kwargs = OPTIMIZERS[name]
-        ours = OSS(params.values(), cls, bucket_numel=BUCKET_NUMEL, **kwargs)
+        ours = OSS(params.values(), cls, **with_options(OSSOptions, bucket_numel=BUCKET_NUMEL, **kwargs))
         train(ours, params.values(), range(2))
         places = [ours.sharded_state(ParamSlice("", param, tuple(param.shape), 0, 0)) for param in params.values()]
         mine = [param for param, place in zip(params.values(), places, strict=True) if place.state != "nothing"]
@@ -227,7 +230,7 @@ def mixed(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, OSS]:
     shards = Shards({name: params[name] for name in names[:3]})
     model = model_of({**shards.params, **{name: params[name] for name in names[3:]}})
     model.shards = shards  # type: ignore[assignment]  # what holds the shards must live as long as they do
-    return model, OSS(model.parameters(), torch.optim.Adafactor, lr=0.01, bucket_numel=BUCKET_NUMEL)
+    return model, OSS(model.parameters(), torch.optim.Adafactor, lr=0.01, options=OSSOptions(bucket_numel=BUCKET_NUMEL))
 
 
 def built(name: str, sharded: bool) -> tuple[nn.Module, OSS]:
@@ -361,7 +364,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
     state = ours.optim.state[ours.local_params[0]]
     if group_of().rank:
         state["rows"] = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"\.rows has shape \(2,\), .*elementwise=False\) \(on rank 1\)"):
+    with pytest.raises(ValueError, match=r"\.rows has shape \(2,\), .*elementwise=False\)\) \(on rank 1\)"):
         ours.consolidate_state_dict()
     state.pop("rows", None)
     state["step"] += group_of().rank
@@ -426,7 +429,7 @@ def test_the_peak_is_the_state_and_one_bucket() -> None:
     matrix, small = 64 * 32 * 4, 500
     whole = 4 * 2 * matrix
     params = [nn.Parameter(torch.ones(64, 32)) for _ in range(4)]
-    optimizer = OSS(params, torch.optim.Adam, bucket_numel=64 * 32)
+    optimizer = OSS(params, torch.optim.Adam, options=OSSOptions(bucket_numel=64 * 32))
     train(optimizer, params, range(1))
     with Live() as gathering:
         optimizer.consolidate_state_dict()

@@ -28,10 +28,10 @@ def test_a_joint_optimizer_needs_together() -> None:
     derived = type("Mine", (known,), {})
     for each in (known, derived):
         for elementwise in (None, False, True):
-            with pytest.raises(ValueError, match=r"from all tensors together.*OSS\(\.\.\., \w+, together=True\)"):
+            with pytest.raises(ValueError, match=r"from all tensors together.*OSS\(\.\.\., \w+, .*together=True\)"):
                 check_kind(each, elementwise=elementwise, together=False)
         check_kind(each, elementwise=None, together=True)
-    with pytest.raises(ValueError, match="pass elementwise=True or together=True"):
+    with pytest.raises(ValueError, match=r"pass OSSOptions\(elementwise=True\) or OSSOptions\(together=True\)"):
         check_kind(torch.optim.Adam, elementwise=True, together=True)
     check_kind(torch.optim.Adam, elementwise=None, together=True)
 

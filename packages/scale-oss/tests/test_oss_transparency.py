@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from with_options import with_options
 
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
@@ -190,7 +191,9 @@ def sides(case: Case, group: Any = None) -> tuple[Side, Side]:
     ddp = Replicas(plain, **ddp_kwargs)
     if case.half:
         ddp.register_comm_hook(None, in_half)
-    oss = OSS(param_groups(model, case), cls, group, bucket_numel=case.bucket_numel, **kwargs)
+    oss = OSS(
+        param_groups(model, case), cls, group, **with_options(OSSOptions, bucket_numel=case.bucket_numel, **kwargs)
+    )
     wrapped: nn.Module
     if case.sharded:
         wrapped = ShardedDataParallel(

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core.comm.group import group_of
 from scale_core.sharded_tensor.replicated_parameter import ReplicatedParameter
 from scale_core.sharded_tensor.tensor import ShardedTensor
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 
 
 def net() -> nn.Sequential:
@@ -125,7 +125,11 @@ def test_gradients_that_a_program_edits_are_those_of_ddp() -> None:
             plain = net()
             model = copy.deepcopy(plain)
             optimizer = OSS(
-                model.parameters(), torch.optim.SGD, lr=2**-6, momentum=0.5, elementwise=elementwise, bucket_numel=12
+                model.parameters(),
+                torch.optim.SGD,
+                lr=2**-6,
+                momentum=0.5,
+                options=OSSOptions(elementwise=elementwise, bucket_numel=12),
             )
             wrapped, replica = ShardedDataParallel(model, optimizer), DistributedDataParallel(plain)
             reference = torch.optim.SGD(plain.parameters(), lr=2**-6, momentum=0.5)

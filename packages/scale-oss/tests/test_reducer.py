@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_check.exact import assert_equal, gather_values
+from scale_core import StepError
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
-from scale_oss import OSS, ShardedDataParallel, StepError
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 from scale_oss.buckets.bucket import Bucket
 from scale_oss.reducer import PendingForwards
 
@@ -70,7 +71,9 @@ class Case:
         layers = nn.Sequential(nn.Linear(6, 8), front, nn.Linear(8, 8), middle, nn.Linear(8, 2))
         if buffers:
             layers.append(nn.BatchNorm1d(2))
-        self.optimizer = OSS(layers.parameters(), torch.optim.Adam, lr=0.1, bucket_numel=bucket_numel)
+        self.optimizer = OSS(
+            layers.parameters(), torch.optim.Adam, lr=0.1, options=OSSOptions(bucket_numel=bucket_numel)
+        )
         self.model = ShardedDataParallel(layers, self.optimizer)
         assert bucket_numel != 75 or len(self.optimizer.buckets) == 3
 
@@ -352,7 +355,7 @@ def test_a_rank_that_has_left_is_found_out() -> None:
     """A rank that leaves is named to the others, once they have waited for it."""
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
-    optimizer = OSS(layers.parameters(), torch.optim.SGD, lr=0.1, limit_seconds=1)
+    optimizer = OSS(layers.parameters(), torch.optim.SGD, lr=0.1, options=OSSOptions(limit_seconds=1))
     model = ShardedDataParallel(layers, optimizer)
     if group_of().rank == 1:
         time.sleep(3)
@@ -517,7 +520,7 @@ def freeze_what_waits(what: str, when: str, bucket_numel: int) -> None:
     rank, world = group_of().rank, group_of().size
     plain, model = chosen(), chosen()
     replicas = [chosen() for _ in range(world)]
-    optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.1, bucket_numel=bucket_numel)
+    optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.1, options=OSSOptions(bucket_numel=bucket_numel))
     wrapped = ShardedDataParallel(model, optimizer)
     for number, each in [*enumerate(replicas), (rank, model)]:
         called: nn.Module = wrapped if each is model else each

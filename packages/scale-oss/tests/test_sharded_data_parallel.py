@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from with_options import with_options
 
 from scale_check.exact import gather_values
 from scale_core.comm.group import group_of
@@ -27,7 +28,7 @@ from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
 from scale_core.sharded_tensor.tensor import local_tensor, set_shard
 from scale_core.uneven_inputs import current_share, join
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 
 
 def layers() -> nn.Sequential:
@@ -36,7 +37,7 @@ def layers() -> nn.Sequential:
 
 
 def sharded(model: nn.Module, **kwargs: bool) -> tuple[ShardedDataParallel, OSS]:
-    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, bucket_numel=60)
+    optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, options=OSSOptions(bucket_numel=60))
     return ShardedDataParallel(model, optimizer, **kwargs), optimizer
 
 
@@ -205,7 +206,7 @@ def test_freezing_between_backward_and_step_is_that_of_ddp() -> None:
     """The plain optimizer steps with the gradients that are there. What was frozen before is not sent at all."""
     for wrap in (ShardedDataParallel, None):
         model, plain = layers(), layers()
-        optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, bucket_numel=60)
+        optimizer = OSS(model.parameters(), torch.optim.SGD, lr=0.1, options=OSSOptions(bucket_numel=60))
         reference = torch.optim.SGD(plain.parameters(), lr=0.1)
         replica = DistributedDataParallel(plain)
         wrapped = wrap(model, optimizer) if wrap is not None else DistributedDataParallel(model)
@@ -316,7 +317,7 @@ def test_the_last_gradient_may_call_reduce() -> None:
 
 
 def _adam(params: Iterable[nn.Parameter], lr: float) -> OSS:
-    return OSS(params, torch.optim.Adam, lr=lr, bucket_numel=45)
+    return OSS(params, torch.optim.Adam, lr=lr, options=OSSOptions(bucket_numel=45))
 
 
 @pytest.mark.ranks(2)
@@ -600,7 +601,7 @@ def test_steps_without_a_pass_are_those_of_ddp() -> None:
         model = copy.deepcopy(plain)
         ddp, theirs = DistributedDataParallel(plain), cls(plain.parameters(), **kwargs)
         early = cls(model.parameters(), **kwargs)
-        ours = OSS(model.parameters(), cls, bucket_numel=60, **kwargs)
+        ours = OSS(model.parameters(), cls, **with_options(OSSOptions, bucket_numel=60, **kwargs))
         wrapped = ShardedDataParallel(model, ours)
         for step in range(3):
             for net, optimizer in ((ddp, theirs), (wrapped, ours)):

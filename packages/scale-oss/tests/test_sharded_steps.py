@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 from scale_check.exact import gather_values
 from scale_core import ContractError, ScaleDistributedError
 from scale_core.testing import run_ranks
-from scale_oss import OSS, ShardedDataParallel
+from scale_oss import OSS, OSSOptions, ShardedDataParallel
 
 
 def model() -> nn.Sequential:
@@ -74,7 +74,9 @@ def without_memory(wrapping: str, rank: int) -> str:
     layers = model()
     together = wrapping == "together"
     inner = SGD if wrapping == "in turn" else Failing
-    optimizer = OSS(layers.parameters(), inner, lr=0.1, together=together, bucket_numel=40, limit_seconds=60)
+    optimizer = OSS(
+        layers.parameters(), inner, lr=0.1, options=OSSOptions(together=together, bucket_numel=40, limit_seconds=60)
+    )
     wrapped = (DistributedDataParallel if wrapping == "ddp" else ShardedDataParallel)(
         *((layers,) if wrapping == "ddp" else (layers, optimizer))
     )

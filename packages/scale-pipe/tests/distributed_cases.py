@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scale_pipe import DistributedPipe, Kind, Schedule
+from scale_pipe import DistributedPipe, Schedule
+from scale_pipe.schedules.action import Kind
 
 mse = nn.functional.mse_loss
 Parts = Sequence[tuple[Any, Any]]

@@ -3,19 +3,10 @@
 from collections.abc import Callable
 from itertools import accumulate
 
-from scale_pipe import (
-    Schedule,
-    dual_pipe_v,
-    gpipe,
-    interleaved_1f1b,
-    looped_breadth_first,
-    one_forward_one_backward,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_v,
-)
+from scale_pipe import Schedule
+from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
 from scale_pipe.schedules.list_scheduling import Codes, Problem
+from scale_pipe.schedules.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_v
 
 BUILDERS: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,

@@ -19,7 +19,7 @@ from scale_core import ContractError, ScaleDistributedError, StepError, join
 from scale_core.consistency import flight_recorder as last_words
 from scale_core.testing import ranks as testing
 from scale_core.testing import run_ranks
-from scale_pipe import DistributedPipe, StageError
+from scale_pipe import DistributedPipe, PipelineOptions, StageError
 
 
 class _Raises(torch.autograd.Function):
@@ -214,7 +214,7 @@ def test_wrong_use_is_the_same_error_on_all_ranks() -> None:
 def test_a_cap_that_the_solver_can_not_keep_is_refused_once() -> None:
     """The second step is measured; those after it run as it did."""
     x, target = batch(8)
-    pipe = DistributedPipe(mlp(2), "solve", balance=[1, 2, 2, 1], chunks=4, memory_cap=0.1)
+    pipe = DistributedPipe(mlp(2), "solve", balance=[1, 2, 2, 1], chunks=4, options=PipelineOptions(memory_cap=0.1))
     pipe.step(x, target=target, loss_fn=mse)
     text = "no schedule was found; ZB-V stays: rank 0: one micro-batch on each of its 2 stages must fit"
     with pytest.raises(ValueError, match=text):
@@ -251,7 +251,7 @@ def killed(victim: int, folder: str) -> None:
     last_words._GRACE_SECONDS = 0.5  # The other rank leaves none.
     rank = dist.get_rank()
     x, target = batch(8)
-    pipe = DistributedPipe(fragile(), "1f1b", balance=[4, 4, 4, 4], chunks=4, limit_seconds=30)
+    pipe = DistributedPipe(fragile(), "1f1b", balance=[4, 4, 4, 4], chunks=4, options=PipelineOptions(limit_seconds=30))
     pipe.step(x, target=target, loss_fn=mse)
     told = []
     if rank == victim:

@@ -13,7 +13,7 @@ from distributed_cases import assert_near, check_grads
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_pipe import DistributedPipe, StageError
+from scale_pipe import DistributedPipe, PipelineOptions, StageError
 from scale_pipe.distributed.loss_graph import element_means
 
 WORDS, IGNORED = 7, -100
@@ -203,7 +203,9 @@ def test_a_loss_that_the_model_computes_is_looked_at_too() -> None:
     model = nn.Sequential(nn.Embedding(WORDS, 8), LossInside()).double()
     for padding, right in (((), True), ((2, 1), False)):
         tokens, labels = words(*padding)
-        pipe = DistributedPipe(copy.deepcopy(model), "gpipe", balance=[1, 1], stages_per_rank=2, chunks=4)
+        pipe = DistributedPipe(
+            copy.deepcopy(model), "gpipe", balance=[1, 1], options=PipelineOptions(stages_per_rank=2), chunks=4
+        )
         inputs = {1: {"labels": labels}}
         if right:
             expected = model[1](model[0](tokens), labels)

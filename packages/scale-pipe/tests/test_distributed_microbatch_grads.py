@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core.comm.group import Group
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
-from scale_pipe import DistributedPipe, StageError
+from scale_pipe import DistributedPipe, PipelineOptions, StageError
 from scale_pipe.distributed.gradients.microbatch_grads import check_signatures, ranks_with_parameters
 from scale_pipe.distributed.p2p.messages import Flow, Slot
 from scale_pipe.distributed.program import SharedParameter, microbatch_grad_slots
@@ -86,7 +86,11 @@ def test_each_gradient_is_told_of_once_with_its_micro_batch(schedule: str, tied:
     """However it is computed; of a weight that two stages have it is the sum of both, as autograd has it."""
     several = schedule in ("interleaved_1f1b", "zb_v", "dual_pipe_v")
     pipe = DistributedPipe(
-        layers(tied=tied), schedule, balance=[2, 2] if several else [4], chunks=CHUNKS, stages_per_rank=1 + several
+        layers(tied=tied),
+        schedule,
+        balance=[2, 2] if several else [4],
+        chunks=CHUNKS,
+        options=PipelineOptions(stages_per_rank=1 + several),
     )
     measures = Measures(list(pipe.parameters()))
     x, target = batch()
@@ -195,7 +199,9 @@ def test_a_shared_weight_in_a_reentrant_checkpoint_is_told_once() -> None:
         own = layers(tied=False)
         return nn.Sequential(Twice(own[0].weight, reentrant), own[1], own[2], Twice(own[0].weight, False))
 
-    pipe = DistributedPipe(model(True), "interleaved_1f1b", balance=[2, 2], chunks=CHUNKS, stages_per_rank=2)
+    pipe = DistributedPipe(
+        model(True), "interleaved_1f1b", balance=[2, 2], chunks=CHUNKS, options=PipelineOptions(stages_per_rank=2)
+    )
     measures = Measures(list(pipe.parameters()))
     x, target = batch()
     pipe.step(x, target=target, loss_fn=nn.functional.mse_loss)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core.errors import ScaleError
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_core.testing import run_ranks
-from scale_pipe import DistributedPipe, pop, skippable, stash
+from scale_pipe import DistributedPipe, PipelineOptions, pop, skippable, stash
 from scale_pipe.distributed.p2p.channel import P2PChannel
 from scale_pipe.distributed.p2p.messages import Slot
 from scale_pipe.distributed.program import CrossStageTensors, Receive, build_programs
@@ -93,7 +93,9 @@ SKIPS_AND_TIED: list[tuple[list[tuple[int, int]], tuple[int, ...]]] = [
 def test_no_schedule_hangs_or_mixes_tensors_in_order(schedule: str, balance: list[int]) -> None:
     with in_order_transport(0, 1, 2, 3):
         for skips, tied in SKIPS_AND_TIED:
-            pipe = DistributedPipe(woven(8, skips, tied), schedule, balance=balance, chunks=4, limit_seconds=60.0)
+            pipe = DistributedPipe(
+                woven(8, skips, tied), schedule, balance=balance, chunks=4, options=PipelineOptions(limit_seconds=60.0)
+            )
             assert_trains_as(woven(8, skips, tied), pipe)
 
 
@@ -101,7 +103,9 @@ def test_no_schedule_hangs_or_mixes_tensors_in_order(schedule: str, balance: lis
 def test_gradients_measured_by_micro_batch_pass_in_order() -> None:
     handle = on_microbatch_steps(lambda step: StepObserver(lambda weights: None, lambda: None, lambda *_: None))
     with in_order_transport(0, 1, 2, 3):
-        pipe = DistributedPipe(woven(8, [(0, 7)], (0, 3, 7)), balance=[2] * 4, chunks=4, limit_seconds=60.0)
+        pipe = DistributedPipe(
+            woven(8, [(0, 7)], (0, 3, 7)), balance=[2] * 4, chunks=4, options=PipelineOptions(limit_seconds=60.0)
+        )
         assert_trains_as(woven(8, [(0, 7)], (0, 3, 7)), pipe)
     handle.remove()
 
@@ -113,7 +117,12 @@ def test_two_replicas_of_a_pipeline_pass_tensors_in_order() -> None:
     skips, tied = [(0, 2), (0, 5), (1, 3)], (0, 5)
     with in_order_transport(2 * replica, 2 * replica + 1):
         pipe = DistributedPipe(
-            woven(6, skips, tied), "zb_h1", balance=[2, 4], chunks=2, process_group=pipes[replica], limit_seconds=60.0
+            woven(6, skips, tied),
+            "zb_h1",
+            balance=[2, 4],
+            chunks=2,
+            process_group=pipes[replica],
+            options=PipelineOptions(limit_seconds=60.0),
         )
         for index, module in list(pipe.stages.items()):
             pipe.stages[index] = DistributedDataParallel(module, process_group=stages[stage])
@@ -133,7 +142,9 @@ def changing_batches(name: str) -> list[str]:
 
         patch.setattr(P2PChannel, "start_ahead", counted)
         stages = [2, 2] if name in ("1f1b", "gpipe") else [1] * 4
-        pipe = DistributedPipe(woven(4, [(0, 2)]), name, balance=stages, chunks=4, limit_seconds=60.0)
+        pipe = DistributedPipe(
+            woven(4, [(0, 2)]), name, balance=stages, chunks=4, options=PipelineOptions(limit_seconds=60.0)
+        )
         plain = woven(4, [(0, 2)])
         for size in (8, 8, 12, 3, 8, -8, 8, 8):
             torch.manual_seed(1)
@@ -177,7 +188,9 @@ def started_before_their_turn(name: str) -> int:
     with in_order_transport(0, 1), pytest.MonkeyPatch.context() as patch:
         patch.setattr(PassRuntime, "_compute", observed_compute)
         patch.setattr(P2PChannel, "start_ahead", observed_start)
-        pipe = DistributedPipe(woven(4, []), name, balance=[2, 2], chunks=4, limit_seconds=60.0)
+        pipe = DistributedPipe(
+            woven(4, []), name, balance=[2, 2], chunks=4, options=PipelineOptions(limit_seconds=60.0)
+        )
         x = torch.ones(8, WIDTH, dtype=torch.float64)
         for _ in range(2):
             ahead = 0

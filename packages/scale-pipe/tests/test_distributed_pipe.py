@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core import group_of
-from scale_pipe import DistributedPipe, Schedule, StageError, StagePlacement, build_schedule, gpipe, interleaved_1f1b
+from scale_pipe import DistributedPipe, PipelineOptions, Schedule, StageError
 from scale_pipe.distributed.p2p.channel import P2PChannel
 from scale_pipe.schedules.action import backward, forward, input_gradient, weight_gradient
+from scale_pipe.schedules.classic import gpipe, interleaved_1f1b
+from scale_pipe.schedules.lowering import build_schedule
+from scale_pipe.schedules.placement import StagePlacement
 
 SCHEDULES = {
     "gpipe": 1,
@@ -123,7 +126,9 @@ def test_another_pipeline_of_one_rank_does_not_shift_numbers() -> None:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     if dist.get_rank() == 0:
         DistributedPipe(mlp(1), balance=[3], process_group=alone[0])
-    assert_is_plain(DistributedPipe(mlp(), balance=[5, 7], chunks=4, limit_seconds=20.0), mlp(), [batch()])
+    assert_is_plain(
+        DistributedPipe(mlp(), balance=[5, 7], chunks=4, options=PipelineOptions(limit_seconds=20.0)), mlp(), [batch()]
+    )
 
 
 @pytest.mark.ranks(2)
@@ -159,7 +164,10 @@ def test_a_pipeline_needs_no_process_group_in_a_world_of_one() -> None:
     ("arguments", "told"),
     [
         ({"schedule": "1f1bb"}, "there is no schedule '1f1bb'; there are gpipe"),
-        ({"schedule": "zb_v", "stages_per_rank": 3}, "'zb_v' has 2 stages on each rank, but stages_per_rank is 3"),
+        (
+            {"schedule": "zb_v", "options": PipelineOptions(stages_per_rank=3)},
+            "'zb_v' has 2 stages on each rank, but stages_per_rank is 3",
+        ),
         ({"chunks": 0}, "chunks must be at least 1, but is 0"),
         ({"schedule": "gpipe", "balance": [4, 4]}, r"balance \[4, 4\] places 8 layers, but .* 12.*balance_by_time"),
         ({"balance": [6, 6]}, "'1f1b' has 1 stage on each rank, but stages_per_rank is 2"),
@@ -178,7 +186,7 @@ def test_a_model_that_can_not_be_cut_is_refused() -> None:
     with pytest.raises(TypeError, match="module must be nn\\.Sequential"):
         DistributedPipe(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="the schedule has 1 stages, but 3 were given"):
-        DistributedPipe([nn.Linear(2, 2)] * 3, "1f1b", stages_per_rank=1)
+        DistributedPipe([nn.Linear(2, 2)] * 3, "1f1b", options=PipelineOptions(stages_per_rank=1))
     with pytest.raises(TypeError, match="stage 0 is int"):
         DistributedPipe([1], "1f1b")  # type: ignore[list-item]
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 from pipe_schedules import BUILDERS
 
-from scale_pipe import Kind, StagePlacement, interleaved_1f1b, one_forward_one_backward, zb_v
 from scale_pipe.distributed.p2p.messages import Flow, Slot
 from scale_pipe.distributed.program import (
     AverageGrads,
@@ -28,7 +27,10 @@ from scale_pipe.distributed.program import (
     shared_grad_slots,
     slots_of,
 )
-from scale_pipe.schedules.action import COMPUTES, Action
+from scale_pipe.schedules.action import COMPUTES, Action, Kind
+from scale_pipe.schedules.classic import interleaved_1f1b, one_forward_one_backward
+from scale_pipe.schedules.placement import StagePlacement
+from scale_pipe.schedules.zero_bubble import zb_v
 
 PLAIN = CrossStageTensors()
 BOTH = CrossStageTensors((SkipTransfer("far", 0, 2), SkipTransfer("near", 1, 2)), (SharedParameter("embed", (0, 2)),))

@@ -13,7 +13,7 @@ from distributed_cases import Plain, assert_equal, assert_near, batch, check_gra
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_pipe import DeferredBatchNorm, DistributedPipe, NoChunk, StageError, split
+from scale_pipe import DeferredBatchNorm, DistributedPipe, NoChunk, PipelineOptions, StageError, split
 from scale_pipe.distributed.step_inputs import check_mean_loss
 
 
@@ -189,7 +189,7 @@ def test_recomputed_stages_have_the_same_gradients(mode: str) -> None:
 @pytest.mark.ranks(2)
 def test_a_deferred_batch_norm_moves_once_per_step() -> None:
     norms = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
-    pipe = DistributedPipe(norms, "1f1b", balance=[1, 2], chunks=4, deferred_batch_norm=True)
+    pipe = DistributedPipe(norms, "1f1b", balance=[1, 2], chunks=4, options=PipelineOptions(deferred_batch_norm=True))
     x, target = batch(6)  # Three micro-batches of the four that there could be.
     pipe.step(x, target=target, loss_fn=mse)
     for module in pipe.modules():

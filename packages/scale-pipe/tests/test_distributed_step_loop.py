@@ -18,7 +18,7 @@ from distributed_cases import Plain, batch, check_grads, micro_batches, mlp, mse
 from torch import Tensor, nn
 
 from scale_core import ScaleDistributedError
-from scale_pipe import DistributedPipe, StageError
+from scale_pipe import DistributedPipe, PipelineOptions, StageError
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
@@ -66,9 +66,17 @@ def test_the_next_stage_may_change_a_view_of_a_custom_function() -> None:
     """Within a stage, torch refuses it and says to clone the view; between stages that is done."""
     x, target = batch()
     layers = [nn.Linear(8, 8), Viewing(copies=False), Triples(), nn.Linear(8, 8)]
-    pipe = DistributedPipe(copy.deepcopy(nn.Sequential(*layers)), "gpipe", balance=[2, 2], chunks=4, stages_per_rank=2)
+    pipe = DistributedPipe(
+        copy.deepcopy(nn.Sequential(*layers)),
+        "gpipe",
+        balance=[2, 2],
+        chunks=4,
+        options=PipelineOptions(stages_per_rank=2),
+    )
     Plain(nn.Sequential(layers[0], Viewing(copies=True), *layers[2:]), pipe).step_with(pipe, x, target)
-    whole = DistributedPipe(nn.Sequential(*layers), "gpipe", balance=[1, 3], chunks=4, stages_per_rank=2)
+    whole = DistributedPipe(
+        nn.Sequential(*layers), "gpipe", balance=[1, 3], chunks=4, options=PipelineOptions(stages_per_rank=2)
+    )
     with pytest.raises(StageError, match="is a view and is being modified inplace"):
         whole.step(x, target=target, loss_fn=mse)
 
@@ -251,7 +259,7 @@ def test_one_optimizer_for_all_stages_steps_after_the_last() -> None:
 
 def test_a_cap_of_memory_that_nothing_looks_at_is_refused() -> None:
     with pytest.raises(ValueError, match=r'memory_cap=2\.0 is for schedule="solve", and 1F1B does not look at it'):
-        DistributedPipe(mlp(), "1f1b", balance=[12], memory_cap=2.0)
+        DistributedPipe(mlp(), "1f1b", balance=[12], options=PipelineOptions(memory_cap=2.0))
 
 
 def test_an_evaluation_has_the_loss_the_output_or_both() -> None:

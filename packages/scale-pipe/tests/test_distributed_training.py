@@ -22,10 +22,12 @@ from scale_core.comm.group import Group
 from scale_core.comm.work import CollectiveWork
 from scale_core.hooks.autograd import mark_without_autograd_hooks
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
-from scale_pipe import DistributedPipe, StageError, draw, simulate, validate
+from scale_pipe import DistributedPipe, PipelineOptions, StageError, simulate
 from scale_pipe.distributed.gradients import data_parallel
 from scale_pipe.distributed.gradients.data_parallel import DataParallelWrappers
 from scale_pipe.distributed.profile import measure_link_times
+from scale_pipe.schedules.validate import validate
+from scale_pipe.schedules.visualize import draw
 
 WORDS = 7
 
@@ -167,7 +169,7 @@ def test_a_weight_on_two_stages_of_one_rank_is_added_up() -> None:
 @pytest.mark.fault(115)
 @pytest.mark.ranks(2)
 def test_copies_of_a_tied_weight_that_come_apart_are_found() -> None:
-    pipe = tied_pipe(check_replicas_every=1)
+    pipe = tied_pipe(options=PipelineOptions(check_replicas_every=1))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1 * (1 + dist.get_rank()))
     tied_step(pipe)
     check_replicas(pipe)
@@ -287,7 +289,7 @@ def test_a_stage_loads_its_part_of_a_plain_state() -> None:
 
 @pytest.mark.ranks(2)
 def test_the_solver_takes_measured_times_and_computes_the_same() -> None:
-    pipe = DistributedPipe(mlp(), "solve", balance=[3] * 4, chunks=3, memory_cap=3)
+    pipe = DistributedPipe(mlp(), "solve", balance=[3] * 4, chunks=3, options=PipelineOptions(memory_cap=3))
     unsolved, plain = pipe.schedule, Plain(mlp(), pipe)
     for seed in range(4):
         plain.order_of = Plain(plain.model, pipe).order_of  # The schedule changes after the second step.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scale_pipe import Action, Kind
+from scale_pipe.schedules.action import Action, Kind
 
 
 @pytest.mark.parametrize("text", ["F2.5", "I0.0", "W12.3", "B7.31", "SA0.1", "RA1.1", "SG1.1", "RG0.1", "S2"])

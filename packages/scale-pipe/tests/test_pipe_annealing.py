@@ -6,10 +6,12 @@ from random import Random
 import pytest
 from pipe_schedules import keeps_caps
 
-from scale_pipe import Costs, StagePlacement, lower_bound
+from scale_pipe import Costs
 from scale_pipe.schedules.list_scheduling import Problem, evaluate
+from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.solver import annealing
 from scale_pipe.schedules.solver.annealing import Temperatures, _shift_several, anneal, critical_path
+from scale_pipe.schedules.solver.bounds import lower_bound
 from scale_pipe.schedules.solver.partial_order import Search, drop_weight_gradients
 from scale_pipe.schedules.solver.search import sequential_orders
 

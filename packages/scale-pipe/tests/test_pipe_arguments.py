@@ -4,14 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from scale_pipe import Costs, DeferredBatchNorm, DistributedPipe, Pipe, lower_bound, one_forward_one_backward, split
+from scale_pipe import Costs, DeferredBatchNorm, DistributedPipe, Pipe, PipelineOptions, split
+from scale_pipe.schedules.classic import one_forward_one_backward
+from scale_pipe.schedules.solver.bounds import lower_bound
 
 
 def test_a_wrong_argument_is_refused_before_building() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
-        (DistributedPipe, (model,), {"deferred_batch_norm": "yes"}, "DistributedPipe: expected deferred_batch_norm to"),
-        (DistributedPipe, (model,), {"check_replicas_every": -3}, "number of steps in check_replicas_every, got -3"),
+        (PipelineOptions, (), {"deferred_batch_norm": "yes"}, "PipelineOptions: expected deferred_batch_norm to"),
+        (PipelineOptions, (), {"check_replicas_every": -3}, "number of steps in check_replicas_every, got -3"),
+        (DistributedPipe, (model,), {"limit_seconds": 3}, r"write options=PipelineOptions\(limit_seconds=...\)"),
         (
             Pipe,
             (model,),

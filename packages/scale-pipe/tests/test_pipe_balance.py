@@ -10,17 +10,10 @@ from torch import Tensor, nn
 import scale_pipe.partition.balance as balance_module
 from scale_core import Group
 from scale_core.testing import run_ranks
-from scale_pipe import (
-    Costs,
-    balance_by_makespan,
-    balance_by_size,
-    balance_by_time,
-    one_forward_one_backward,
-    profile_stages,
-    simulate,
-)
-from scale_pipe.partition.balance import best_balance
+from scale_pipe import Costs, balance_by_size, balance_by_time, profile_stages, simulate
+from scale_pipe.partition.balance import balance_by_makespan, best_balance
 from scale_pipe.partition.profile import StageTimes
+from scale_pipe.schedules.classic import one_forward_one_backward
 
 
 class Repeat(nn.Module):

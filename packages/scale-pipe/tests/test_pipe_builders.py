@@ -3,7 +3,9 @@
 import pytest
 from pipe_schedules import BUILDERS, CAPS
 
-from scale_pipe import Costs, Schedule, interleaved_1f1b, simulate, validate
+from scale_pipe import Costs, Schedule, simulate
+from scale_pipe.schedules.classic import interleaved_1f1b
+from scale_pipe.schedules.validate import validate
 
 RANKS, BATCHES = (1, 2, 3, 4, 5), (1, 2, 3, 5, 8)
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_pipe import DistributedPipe, split
+from scale_pipe import DistributedPipe, PipelineOptions, split
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -81,7 +81,9 @@ def test_torchs_functions_save_plain_names_and_load_elsewhere(tmp_path: Path, ta
         if 1 in other.stages:
             other.stages[1] = DistributedDataParallel(other.stages[1], process_group=alone)
     else:
-        other = DistributedPipe([Net(2)], "gpipe", stages_per_rank=1, chunks=2, process_group=alone)
+        other = DistributedPipe(
+            [Net(2)], "gpipe", options=PipelineOptions(stages_per_rank=1), chunks=2, process_group=alone
+        )
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.5)
     target = {
         "model": get_model_state_dict(other),

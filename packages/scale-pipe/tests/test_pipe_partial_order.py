@@ -5,8 +5,10 @@ from random import Random
 import pytest
 from pipe_schedules import keeps_caps
 
-from scale_pipe import Costs, StagePlacement, build_schedule, simulate, validate
+from scale_pipe import Costs, simulate
 from scale_pipe.schedules.list_scheduling import Codes, Problem, evaluate
+from scale_pipe.schedules.lowering import build_schedule
+from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.solver.annealing import _keeps_cap, _propose_move
 from scale_pipe.schedules.solver.partial_order import (
     Change,
@@ -16,6 +18,7 @@ from scale_pipe.schedules.solver.partial_order import (
     renumber_micro_batches,
 )
 from scale_pipe.schedules.solver.search import sequential_orders
+from scale_pipe.schedules.validate import validate
 
 
 def problem_of(placement: StagePlacement, num_micro_batches: int, cap: int, link: float) -> Problem:

@@ -6,7 +6,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scale_pipe import chrome_trace, draw, gpipe, save_chrome_trace, save_drawing, simulate, zb_v
+from scale_pipe import simulate
+from scale_pipe.schedules.classic import gpipe
+from scale_pipe.schedules.visualize import chrome_trace, draw, save_chrome_trace, save_drawing
+from scale_pipe.schedules.zero_bubble import zb_v
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scale_pipe import PlaceholderTensorError
 from scale_pipe.module_split.placeholder_tensor import (
     PlaceholderTensor,
+    PlaceholderTensorError,
     has_placeholder,
     resolve,
     to_meta,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scale_pipe import StagePlacement
+from scale_pipe.schedules.placement import StagePlacement
 
 
 def test_placements_are_those_of_the_table() -> None:

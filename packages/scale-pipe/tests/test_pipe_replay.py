@@ -5,7 +5,8 @@ import torch
 from split_models import Tower, run_in_turn
 from torch import Tensor, nn
 
-from scale_pipe import PlaceholderTensorError, SplitError, split
+from scale_pipe import SplitError, split
+from scale_pipe.module_split.placeholder_tensor import PlaceholderTensorError
 
 INPUT = torch.linspace(-1, 1, 20).view(5, 4)
 CUTS = ["blocks.1", "blocks.3"]

@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 from pipe_schedules import BUILDERS
 
-from scale_pipe import Schedule, StagePlacement, one_forward_one_backward, zb_v
+from scale_pipe import Schedule
+from scale_pipe.schedules.classic import one_forward_one_backward
+from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.registry import get_schedule
+from scale_pipe.schedules.zero_bubble import zb_v
 
 
 def test_a_schedule_prints_as_the_table_of_what_ranks_compute() -> None:

@@ -3,8 +3,11 @@
 import pytest
 from pipe_schedules import BUILDERS
 
-from scale_pipe import Costs, StagePlacement, gpipe, lower_bound, one_forward_one_backward, simulate
+from scale_pipe import Costs, simulate
+from scale_pipe.schedules.classic import gpipe, one_forward_one_backward
 from scale_pipe.schedules.list_scheduling import Problem, evaluate
+from scale_pipe.schedules.placement import StagePlacement
+from scale_pipe.schedules.solver.bounds import lower_bound
 
 UNEVEN = Costs.measured([1.0, 2.0], [1.5, 1.0], [0.5, 0.25], link=0.5)
 

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from scale_pipe import Costs, MemoryCapError, Schedule, StagePlacement, simulate, solve, validate
+from scale_pipe import Costs, Schedule, simulate, solve
+from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.registry import classic_schedules
+from scale_pipe.schedules.schedule import MemoryCapError
 from scale_pipe.schedules.solver.search import keeps_caps
 from scale_pipe.schedules.solver.solver import VISITS_AT_4_X_8
+from scale_pipe.schedules.validate import validate
 
 
 def solved(ranks: int, batches: int, stages: int, input_gradient: float, cap: float | None, visits: int | None = None):

@@ -6,18 +6,14 @@ from typing import Any
 import pytest
 from pipe_schedules import changed
 
-from scale_pipe import (
-    Action,
-    DeadlockError,
-    MemoryCapError,
-    Schedule,
-    ScheduleError,
-    StagePlacement,
-    build_schedule,
-    gpipe,
-    validate,
-    zb_h1,
-)
+from scale_pipe import Schedule
+from scale_pipe.schedules.action import Action
+from scale_pipe.schedules.classic import gpipe
+from scale_pipe.schedules.lowering import build_schedule
+from scale_pipe.schedules.placement import StagePlacement
+from scale_pipe.schedules.schedule import DeadlockError, MemoryCapError, ScheduleError
+from scale_pipe.schedules.validate import validate
+from scale_pipe.schedules.zero_bubble import zb_h1
 
 
 def swapped(schedule: Schedule, rank: int, one: str, other: str) -> Schedule:

@@ -14,7 +14,8 @@ from distributed_cases import assert_near
 from split_models import run_in_turn
 from torch import Tensor, nn
 
-from scale_pipe import DistributedPipe, PlaceholderTensorError, split
+from scale_pipe import DistributedPipe, split
+from scale_pipe.module_split.placeholder_tensor import PlaceholderTensorError
 
 INPUT = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4)
 CUTS = ["layers.1", "layers.3"]

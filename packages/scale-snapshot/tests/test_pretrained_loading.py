@@ -15,9 +15,8 @@ from safetensors.torch import load_file, save_file
 from sharded_by_hand import Model, cut
 from torch import Tensor, nn
 
-from scale_core import shard_of
 from scale_core.comm.group import Group, group_of
-from scale_core.shard import Axis, Placement, Shard, on_local_tensors
+from scale_core.shard import Axis, Placement, Shard, on_local_tensors, shard_of
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_ownership import register_flat_param
 from scale_core.testing import run_ranks

@@ -17,17 +17,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from with_options import with_options
 
-from scale_core import ShardedGradScaler, clip_grad_norm_, shard_of
+from scale_core import ShardedGradScaler, clip_grad_norm_
 from scale_core.comm.group import Group, group_of
+from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.local_shard import LocalShard
 from scale_core.testing import run_ranks
 from scale_snapshot import load_snapshot, save_snapshot
-from scale_tp import ColumnParallelLinear, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding, split_heads
+from scale_tp import ColumnParallelLinear, LayerOptions, ParallelEmbedding, RowParallelLinear, VocabParallelEmbedding
 from scale_tp.layers.base import ParallelModule, ParamSharding
-from scale_tp.split import Split
+from scale_tp.split import Split, split_heads
 
 
 class Net(nn.Module):
@@ -37,13 +39,17 @@ class Net(nn.Module):
         super().__init__()
         kinds: Any = {"process_group": group}
         torch.manual_seed(0)
-        self.embed = VocabParallelEmbedding(11, 6, **kinds)
+        self.embed = VocabParallelEmbedding(11, 6, **with_options(LayerOptions, **kinds))
         self.wide = ParallelEmbedding(5, 6, **kinds)
-        self.fused = ColumnParallelLinear(6, 9, gather_output=False, split=_fused(group.size), **kinds)
-        self.mixed = RowParallelLinear(9, 6, split=_fused(group.size), **kinds)
-        self.shared = ColumnParallelLinear(6, 1, split=split_heads(2, 1, group.size).key_value, **kinds)
+        self.fused = ColumnParallelLinear(
+            6, 9, **with_options(LayerOptions, gather_output=False, split=_fused(group.size), **kinds)
+        )
+        self.mixed = RowParallelLinear(9, 6, **with_options(LayerOptions, split=_fused(group.size), **kinds))
+        self.shared = ColumnParallelLinear(
+            6, 1, **with_options(LayerOptions, split=split_heads(2, 1, group.size).key_value, **kinds)
+        )
         self.norm = nn.LayerNorm(6)
-        self.head = ColumnParallelLinear(6, 11, bias=False, **kinds)
+        self.head = ColumnParallelLinear(6, 11, **with_options(LayerOptions, bias=False, **kinds))
         self.head.weight = self.embed.weight
 
 

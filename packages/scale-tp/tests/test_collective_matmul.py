@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from with_options import with_options
 
 from scale_core.comm import work as pending
 from scale_core.comm.group import Group, group_of
+from scale_tp import LayerOptions
 from scale_tp.async_tp.all_reduce_matmul import linear_all_reduce, linear_with_grad_all_reduce
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
 from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -182,8 +184,8 @@ def _pair(case: Case, overlap_pieces: int | None) -> tuple[nn.Module, nn.Module]
         "sequence_parallel": case.sequence_dim is not None,
         "sequence_dim": -2 if case.sequence_dim is None else case.sequence_dim,
     }
-    up = ColumnParallelLinear(FEATURES, 5, gather_output=False, **options)
-    down = RowParallelLinear(5, 3, input_is_parallel=True, **options)
+    up = ColumnParallelLinear(FEATURES, 5, **with_options(LayerOptions, gather_output=False, **options))
+    down = RowParallelLinear(5, 3, **with_options(LayerOptions, input_is_parallel=True, **options))
     with torch.no_grad():
         for number, param in enumerate([*up.parameters(), *down.parameters()]):
             param.copy_(_whole_numbers(*param.shape, seed=10 + number))
@@ -241,7 +243,9 @@ def test_overlap_keeps_no_more_for_the_backward() -> None:
         x = torch.randn(1, 64, 32).requires_grad_()
         numbers = []
         for pieces in (None, 2):
-            layer = ColumnParallelLinear(32, 8, bias=False, overlap_pieces=pieces, **options)
+            layer = ColumnParallelLinear(
+                32, 8, **with_options(LayerOptions, bias=False, overlap_pieces=pieces, **options)
+            )
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 numbers.append(_kept(lambda layer=layer, x=x: layer(x)))  # type: ignore[misc]
         without, overlapping = numbers

@@ -15,13 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scale_core.comm.group import Group, group_of
-from scale_tp import (
-    ColumnParallelLinear,
-    Split,
-    gather_from_tensor_model_parallel_region,
-    vocab_parallel_cross_entropy,
-)
+from scale_tp import ColumnParallelLinear, vocab_parallel_cross_entropy
 from scale_tp.layers import cross_entropy as module
+from scale_tp.megatron import gather_from_tensor_model_parallel_region
+from scale_tp.split import Split
 
 WORDS = 11
 TARGET = torch.tensor([[0, 10, -100, 3, 3], [7, 2, 10, -100, 5]])

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_tp import ParallelEmbedding, VocabParallelEmbedding, gather_from_sequence_parallel_region
+from scale_tp import ParallelEmbedding, VocabParallelEmbedding
+from scale_tp.megatron import gather_from_sequence_parallel_region
 
 KINDS = [VocabParallelEmbedding, ParallelEmbedding]
 TWO = Group(0, 2, ranks=(0, 1))

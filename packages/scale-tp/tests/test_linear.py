@@ -14,12 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from with_options import with_options
 
-import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_tp import ColumnParallelLinear, RowParallelLinear, Split, copy_to_tensor_model_parallel_region
+from scale_tp import ColumnParallelLinear, LayerOptions, RowParallelLinear, megatron
+from scale_tp.megatron import copy_to_tensor_model_parallel_region
+from scale_tp.split import Split, split_heads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 SIZES = [(5, 7), (1, 3), (4, 8), (6, 2), (3, 1)]
@@ -78,10 +80,10 @@ def one_of_each(group: Group, in_features: int, out_features: int, bias: bool, s
     plain = plain_layer(in_features, out_features, bias, dtype)
     options: Any = {"stride": stride, "process_group": group, "dtype": dtype}
     torch.manual_seed(5)
-    column = ColumnParallelLinear(in_features, out_features, bias, **options)
+    column = ColumnParallelLinear(in_features, out_features, bias, **with_options(LayerOptions, **options))
     assert torch.equal(column.get_master_weight(), plain.weight), case
     torch.manual_seed(5)
-    row = RowParallelLinear(in_features, out_features, bias, **options)
+    row = RowParallelLinear(in_features, out_features, bias, **with_options(LayerOptions, **options))
     assert torch.equal(row.get_master_weight(), plain.weight), case
     if bias:
         assert not column.bias.any() and not row.bias.any()
@@ -100,7 +102,7 @@ def one_of_each(group: Group, in_features: int, out_features: int, bias: bool, s
             check([output], [expected], case)
         else:
             check([output], [split.take(expected, group.rank, -1)], case)
-            gathered = scale_tp.gather_from_tensor_model_parallel_region(output, group, sizes=split.sizes)
+            gathered = megatron.gather_from_tensor_model_parallel_region(output, group, sizes=split.sizes)
             output = split.join(gathered.split(split.sizes, -1), -1)
         column_grads = gradients(output, y, column.weight, column.bias)
         check(column_grads, [x_grad, *(split.take(grad, group.rank) for grad in param_grads)], case)
@@ -150,12 +152,16 @@ def test_two_layers_of_integers_train_as_torchs_to_the_bit(num_ranks: int) -> No
 def test_an_input_of_another_split_is_refused_on_all_ranks(num_ranks: int) -> None:
     """A column parallel output of another split: one error, on all ranks, before anything is added."""
     group = group_of()
-    column = ColumnParallelLinear(4, 9, gather_output=False, process_group=group, split=_lopsided(9, group.size))
+    column = ColumnParallelLinear(
+        4, 9, gather_output=False, process_group=group, options=LayerOptions(split=_lopsided(9, group.size))
+    )
     row = RowParallelLinear(9, 2, input_is_parallel=True, process_group=group)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"9 input features to be divided as .* must be divided alike"):
             row(column(input_of(2, 4)))
-    fitting = RowParallelLinear(9, 2, input_is_parallel=True, process_group=group, split=column.split)
+    fitting = RowParallelLinear(
+        9, 2, input_is_parallel=True, process_group=group, options=LayerOptions(split=column.split)
+    )
     assert fitting(column(input_of(2, 4))).shape == (2, 2)
     # Later, without asking: the full input in the place of this rank's shard.
     with pytest.raises(ValueError, match="got 9 of them"):
@@ -167,13 +173,13 @@ def test_an_input_of_another_split_is_refused_on_all_ranks(num_ranks: int) -> No
 def test_heads_that_are_copies_count_once(num_ranks: int) -> None:
     """Heads that are copies on several ranks: the whole is made of the first of each."""
     group = group_of()
-    split = scale_tp.split_heads(4, 1, group.size).key_value
-    layer = ColumnParallelLinear(3, 1, bias=False, process_group=group, split=split)
+    split = split_heads(4, 1, group.size).key_value
+    layer = ColumnParallelLinear(3, 1, bias=False, process_group=group, options=LayerOptions(split=split))
     assert layer.get_master_weight().shape == (1, 3)
     assert layer(input_of(2, 3)).shape == (2, 1)
     assert shard_of(layer.weight).counted is (group.rank == 0)
     # Each rank computes something else with its copy, so the gradients of the copies are summed.
-    own = ColumnParallelLinear(3, 1, gather_output=False, process_group=group, split=split)
+    own = ColumnParallelLinear(3, 1, gather_output=False, process_group=group, options=LayerOptions(split=split))
     (own(input_of(2, 3)) * (1 + group.rank)).sum().backward()
     total = sum(range(1, group.size + 1))
     assert torch.equal(own.bias.grad.to_local(), torch.tensor([2.0 * total]))
@@ -183,9 +189,9 @@ def test_heads_that_are_copies_count_once(num_ranks: int) -> None:
     torch.testing.assert_close(layer.weight.grad.to_local(), input_of(2, 3).sum(0, keepdim=True))
     partly = Split(2, tuple(((0, 1),) if rank else ((0, 1), (1, 2)) for rank in range(group.size)))
     with pytest.raises(ValueError, match="to have all of theirs in common"):
-        ColumnParallelLinear(3, 2, process_group=group, split=partly)
+        ColumnParallelLinear(3, 2, process_group=group, options=LayerOptions(split=partly))
     with pytest.raises(ValueError, match="would be added twice"):
-        RowParallelLinear(1, 3, process_group=group, split=split)
+        RowParallelLinear(1, 3, process_group=group, options=LayerOptions(split=split))
 
 
 @pytest.mark.fault(84)
@@ -343,7 +349,12 @@ TWO = Group(0, 2, ranks=(0, 1))
         ((4, 4), {"split": Split.even(5, 2)}, ValueError, "got one of 5 between 2"),
         ((4, 4), {"split": Split.even(4, 3)}, ValueError, "got one of 4 between 3"),
         ((4, 4), {"stride": 2, "split": Split.even(4, 2)}, ValueError, "stride or split, got both"),
-        ((4, 4), {"split": [2, 2]}, TypeError, r"split to be a scale_tp.Split or None, got list: write Split.of_sizes"),
+        (
+            (4, 4),
+            {"split": [2, 2]},
+            TypeError,
+            r"a scale_tp.split.Split or None, got list: write Split.of_sizes",
+        ),
         (
             (4, 4),
             {"init_method": "zeros"},
@@ -363,7 +374,7 @@ def test_arguments_that_make_no_sense_are_refused(
     kind: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        kind(*arguments, **{"process_group": TWO, **options})
+        kind(*arguments, **with_options(LayerOptions, **{"process_group": TWO, **options}))
 
 
 def test_an_input_of_another_size_is_refused() -> None:
@@ -388,8 +399,8 @@ def test_products_of_a_layer_are_those_of_torch() -> None:
 def test_a_dimension_that_holds_no_sequence_is_refused(sequence_dim: int, overlap_pieces: int | None) -> None:
     options: Any = {"sequence_parallel": True, "sequence_dim": sequence_dim, "overlap_pieces": overlap_pieces}
     for layer in (
-        ColumnParallelLinear(4, 6, process_group=TWO, **options),
-        RowParallelLinear(4, 6, process_group=TWO, **options),
+        ColumnParallelLinear(4, 6, **with_options(LayerOptions, process_group=TWO, **options)),
+        RowParallelLinear(4, 6, **with_options(LayerOptions, process_group=TWO, **options)),
     ):
         message = rf"expected sequence_dim to be one of the input's .* got sequence_dim={sequence_dim} for an input"
         with pytest.raises(ValueError, match=message):
@@ -399,13 +410,15 @@ def test_a_dimension_that_holds_no_sequence_is_refused(sequence_dim: int, overla
 def test_a_number_of_pieces_that_is_none_is_refused() -> None:
     for kind in (ColumnParallelLinear, RowParallelLinear):
         with pytest.raises(ValueError, match="expected overlap_pieces to be at least 1, got 0"):
-            kind(4, 6, overlap_pieces=0)
+            kind(4, 6, options=LayerOptions(overlap_pieces=0))
         with pytest.raises(TypeError, match="expected overlap_pieces to be an integer, got True"):
-            kind(4, 6, overlap_pieces=True)
+            kind(4, 6, options=LayerOptions(overlap_pieces=True))
 
 
 def test_an_input_that_is_inside_is_not_brought_there_again() -> None:
-    layer = ColumnParallelLinear(4, 6, gather_output=False, process_group=TWO, input_is_inside=True)
+    layer = ColumnParallelLinear(
+        4, 6, gather_output=False, process_group=TWO, options=LayerOptions(input_is_inside=True)
+    )
     x = torch.ones(2, 4, requires_grad=True)
     with pytest.raises(ValueError, match="ColumnParallelLinear: input_is_inside=True, but the input"):
         layer(x)
@@ -414,4 +427,4 @@ def test_an_input_that_is_inside_is_not_brought_there_again() -> None:
     assert torch.equal(gradient, layer.weight.to_local().sum(0).expand(2, 4))
     for options in ({"sequence_parallel": True}, {"overlap_pieces": 2}):
         with pytest.raises(ValueError, match=r"input_is_inside=True says that .* got sequence_parallel=.* beside it"):
-            ColumnParallelLinear(4, 6, process_group=TWO, input_is_inside=True, **options)
+            ColumnParallelLinear(4, 6, **with_options(LayerOptions, process_group=TWO, input_is_inside=True, **options))

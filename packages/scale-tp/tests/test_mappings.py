@@ -10,6 +10,7 @@ from torch import Tensor
 
 import scale_tp
 from scale_core.comm.group import Group, group_of
+from scale_tp import megatron
 from scale_tp.mappings import (
     RegionExit,
     check_in_region,
@@ -55,8 +56,8 @@ def test_a_region_has_the_gradient_of_a_gradient(num_ranks: int) -> None:
     group = group_of()
     x = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     factor = sum(rank + 1 for rank in range(group.size))
-    copied = scale_tp.copy_to_tensor_model_parallel_region(x, group)
-    y = scale_tp.reduce_from_tensor_model_parallel_region((group.rank + 1) * copied, group).square()
+    copied = megatron.copy_to_tensor_model_parallel_region(x, group)
+    y = megatron.reduce_from_tensor_model_parallel_region((group.rank + 1) * copied, group).square()
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     (second,) = torch.autograd.grad(first, x)
     assert first.item() == 2 * factor**2 * 2.0
@@ -80,37 +81,37 @@ def test_each_region_has_the_backward_of_the_table(num_ranks: int) -> None:
         total = sum(numbers(*shape, seed=10 + r) for r in range(size))
         weight_sum = sum(weights)
 
-        copied = scale_tp.copy_to_tensor_model_parallel_region(same, group)
+        copied = megatron.copy_to_tensor_model_parallel_region(same, group)
         assert torch.equal(copied, same)
         assert torch.equal(gradient(copied, same, weights[rank]), weight_sum)
 
-        reduced = scale_tp.reduce_from_tensor_model_parallel_region(own, group)
+        reduced = megatron.reduce_from_tensor_model_parallel_region(own, group)
         assert torch.equal(reduced, total)
         assert torch.equal(gradient(reduced, own, weights[0]), weights[0])
 
         for given in (None, sizes):
-            scattered = scale_tp.scatter_to_tensor_model_parallel_region(same, group, dim=dim, sizes=given)
+            scattered = megatron.scatter_to_tensor_model_parallel_region(same, group, dim=dim, sizes=given)
             assert torch.equal(scattered, part(same))
             assert torch.equal(gradient(scattered, same, part(weights[0])), weights[0])
 
             mine = part(same).detach().clone().requires_grad_()
-            gathered = scale_tp.gather_from_tensor_model_parallel_region(mine, group, dim=dim, sizes=given)
+            gathered = megatron.gather_from_tensor_model_parallel_region(mine, group, dim=dim, sizes=given)
             assert torch.equal(gathered, same)
             assert torch.equal(gradient(gathered, mine, weights[0]), part(weights[0]))
 
-            scattered = scale_tp.scatter_to_sequence_parallel_region(same, group, dim=dim, sizes=given)
+            scattered = megatron.scatter_to_sequence_parallel_region(same, group, dim=dim, sizes=given)
             assert torch.equal(scattered, part(same))
             assert torch.equal(gradient(scattered, same, part(weights[0])), weights[0])
 
-            gathered = scale_tp.gather_from_sequence_parallel_region(mine, group, dim=dim, sizes=given)
+            gathered = megatron.gather_from_sequence_parallel_region(mine, group, dim=dim, sizes=given)
             assert torch.equal(gathered, same)
             assert torch.equal(gradient(gathered, mine, weights[rank]), part(weight_sum))
-            gathered = scale_tp.gather_from_sequence_parallel_region(
+            gathered = megatron.gather_from_sequence_parallel_region(
                 mine, group, dim=dim, sizes=given, to_model_parallel=False
             )
             assert torch.equal(gradient(gathered, mine, weights[0]), part(weights[0]))
 
-            scattered = scale_tp.reduce_scatter_to_sequence_parallel_region(own, group, dim=dim, sizes=given)
+            scattered = megatron.reduce_scatter_to_sequence_parallel_region(own, group, dim=dim, sizes=given)
             assert torch.equal(scattered, part(total))
             assert torch.equal(gradient(scattered, own, part(weights[0])), weights[0])
         assert torch.equal(same, numbers(*shape, seed=1))
@@ -130,22 +131,22 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     x = torch.randn(2, 3)
     for name in ("scatter_to_tensor_model", "scatter_to_sequence", "reduce_scatter_to_sequence"):
         with pytest.raises(ValueError, match=r"add up to the 3 .* got \[2, 2\]"):
-            getattr(scale_tp, f"{name}_parallel_region")(x, two, dim=1, sizes=[2, 2])
+            getattr(megatron, f"{name}_parallel_region")(x, two, dim=1, sizes=[2, 2])
     for name in (
         "gather_from_sequence_parallel",
         "scatter_to_sequence_parallel",
         "reduce_scatter_to_sequence_parallel",
     ):
         with pytest.raises(ValueError, match=r"one of the 1 dimensions of the input \[3\], got -2: pass .* dim=0"):
-            getattr(scale_tp, f"{name}_region")(x[0], two)
+            getattr(megatron, f"{name}_region")(x[0], two)
     for name in ("gather_from_tensor_model_parallel", "gather_from_sequence_parallel"):
         with pytest.raises(ValueError, match=r"rank 0 has the 3 of its tensor, got \[2, 2\]"):
-            getattr(scale_tp, f"{name}_region")(x, two, dim=1, sizes=[2, 2])
+            getattr(megatron, f"{name}_region")(x, two, dim=1, sizes=[2, 2])
     of_layers = [f"{what}_tensor_model" for what in ("copy_to", "reduce_from", "scatter_to", "gather_from")]
     regions = [*of_layers, "scatter_to_sequence", "gather_from_sequence", "reduce_scatter_to_sequence"]
     for name in regions:
         with pytest.raises(TypeError, match=r"expected a tensor to bring into the divided region .* got NoneType"):
-            getattr(scale_tp, f"{name}_parallel_region")(None, two)
+            getattr(megatron, f"{name}_parallel_region")(None, two)
 
 
 ONE, OTHER = (Group(0, 2, None, "fake", ranks) for ranks in ((0, 1), (0, 2)))
@@ -187,5 +188,7 @@ def test_what_is_said_to_be_inside_must_be_there() -> None:
     with torch.no_grad():
         assert not check_in_region("Layer", x, ONE)
     for outside in (x, x * 2, copy_to_region(x, OTHER)):
-        with pytest.raises(ValueError, match=r"Layer: input_is_inside=True, but .* scale_tp.copy_to_tensor_model_par"):
+        with pytest.raises(
+            ValueError, match=r"Layer: input_is_inside=True, but .* scale_tp.megatron.copy_to_tensor_model_par"
+        ):
             check_in_region("Layer", outside, ONE)

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from scale_core.comm.group import Group, group_of
-from scale_tp import ParallelDropout, Split, gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from scale_tp import ParallelDropout
+from scale_tp.megatron import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from scale_tp.split import Split
 
 TWO = Group(1, 2, ranks=(0, 1))
 

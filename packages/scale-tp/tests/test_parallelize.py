@@ -15,9 +15,10 @@ from parallelize_cases import gpt2, gpt_neox, llama, loss_of, tokens, train
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from scale_core import clip_grad_norm_, group_of, shard_of
+from scale_core import clip_grad_norm_, group_of
 from scale_core.comm.group import Group
 from scale_core.errors import ShardedTensorError
+from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.modules import RowParallelMixin

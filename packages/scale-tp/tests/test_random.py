@@ -16,8 +16,9 @@ import scale_tp
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_snapshot import SnapshotError
-from scale_tp import get_cuda_rng_tracker, get_rng_tracker
-from scale_tp.random import RNGStatesTracker
+from scale_tp import megatron
+from scale_tp.megatron import get_cuda_rng_tracker
+from scale_tp.random import RNGStatesTracker, get_rng_tracker
 
 
 @pytest.fixture(autouse=True)
@@ -109,7 +110,7 @@ def test_what_can_not_be_is_refused() -> None:
 
 def test_the_names_of_fairscale_are_the_same_streams() -> None:
     assert get_cuda_rng_tracker() is get_rng_tracker()
-    scale_tp.model_parallel_cuda_manual_seed(100)
+    megatron.model_parallel_cuda_manual_seed(100)
     assert torch.initial_seed() == 100
     with get_cuda_rng_tracker().fork():
         found = torch.rand(3)
@@ -163,7 +164,7 @@ def test_a_recomputation_that_would_get_other_numbers_is_refused() -> None:
 
 def draw_on_each_rank() -> tuple[list[float], list[float]]:
     scale_tp.initialize_model_parallel(2)
-    scale_tp.model_parallel_cuda_manual_seed(7)
+    megatron.model_parallel_cuda_manual_seed(7)
     with get_rng_tracker().fork():
         own = torch.rand(2).tolist()
     assert group_of().size == 4

@@ -8,11 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from with_options import with_options
 
 import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import TransferError
-from scale_tp import ColumnParallelLinear, RowParallelLinear, mappings, sequence_lengths
+from scale_tp import ColumnParallelLinear, LayerOptions, RowParallelLinear, mappings, megatron, sequence_lengths
 from scale_tp.sequence_lengths import is_ambiguous, record_lengths, shard_lengths
 from scale_tp.split import even_sizes
 
@@ -79,8 +80,12 @@ def test_parts_of_a_loader_are_known_by_recorded_lengths() -> None:
     group, found = group_of(), []
     options = {"sequence_parallel": True, "process_group": group}
     for pieces in (None, 2):
-        up = ColumnParallelLinear(3, 4, gather_output=False, overlap_pieces=pieces, **options)
-        down = RowParallelLinear(4, 3, input_is_parallel=True, overlap_pieces=pieces, **options)
+        up = ColumnParallelLinear(
+            3, 4, **with_options(LayerOptions, gather_output=False, overlap_pieces=pieces, **options)
+        )
+        down = RowParallelLinear(
+            4, 3, **with_options(LayerOptions, input_is_parallel=True, overlap_pieces=pieces, **options)
+        )
         for sizes in ((4, 4), (4, 3), (5, 4), (8, 7), (8, 8)):
             part = torch.ones(1, sizes[group.rank], 3)
             scale_tp.record_sequence_lengths(sizes, group)
@@ -114,7 +119,7 @@ def test_a_rank_that_gathers_alone_learns_why(monkeypatch: pytest.MonkeyPatch) -
     ranks: Any = Group(0, 2, Handle(), "gloo", (0, 1))  # type: ignore[arg-type]
     record_lengths(ranks, (3, 2))
     with pytest.raises(TransferError) as raised:
-        scale_tp.gather_from_sequence_parallel_region(torch.ones(3, 2), ranks, dim=0)
+        megatron.gather_from_sequence_parallel_region(torch.ones(3, 2), ranks, dim=0)
     (note,) = raised.value.__notes__
     assert "rank 0 has 3 positions of the sequence" in note and "as long as one of another sequence" in note
 

@@ -15,16 +15,11 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
-from scale_tp import (
-    ParallelLayerNorm,
-    ParallelRMSNorm,
-    RowParallelLinear,
-    Split,
-    gather_from_sequence_parallel_region,
-    register_grad_all_reduce,
-    scatter_to_sequence_parallel_region,
-)
+from scale_tp import ParallelLayerNorm, ParallelRMSNorm, RowParallelLinear
 from scale_tp import mappings as regions_module
+from scale_tp.layers.norm import register_grad_all_reduce
+from scale_tp.megatron import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from scale_tp.split import Split
 
 LENGTH = 5
 KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import scale_tp
-from scale_tp import ColumnParallelLinear, ParallelEmbedding, parallelize, ring_attention
+from scale_tp import ColumnParallelLinear, ParallelEmbedding, megatron, parallelize, ring_attention
 
 
 def test_a_wrong_argument_is_refused_before_a_change() -> None:
@@ -25,7 +25,7 @@ def test_a_wrong_argument_is_refused_before_a_change() -> None:
         (ring_attention, (heads, heads, heads), {"is_causal": "false"}, "expected is_causal to be a bool"),
         (ring_attention, (heads, [1.0], heads), {}, "expected key to be a tensor, got list of float"),
         (
-            scale_tp.gather_from_tensor_model_parallel_region,
+            megatron.gather_from_tensor_model_parallel_region,
             (heads,),
             {"sizes": 3},
             "expected sizes to be a sequence of integer",
@@ -35,11 +35,11 @@ def test_a_wrong_argument_is_refused_before_a_change() -> None:
     for call, args, kwargs, text in wrong:
         with pytest.raises((TypeError, ValueError), match=text):
             call(*args, **kwargs)
-    assert type(model[0]) is nn.Linear and not scale_tp.model_parallel_is_initialized()
+    assert type(model[0]) is nn.Linear and not megatron.model_parallel_is_initialized()
 
 
 def test_a_region_is_still_compiled_as_one_graph() -> None:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        return scale_tp.copy_to_tensor_model_parallel_region(x) * 2
+        return megatron.copy_to_tensor_model_parallel_region(x) * 2
 
     assert torch.equal(torch.compile(forward, backend="eager")(torch.ones(2)), torch.full((2,), 2.0))

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from with_options import with_options
 
 from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group, group_of
 from scale_tp.attention.ring import ring_attention
 from scale_tp.layers.attention import ParallelAttention
+from scale_tp.layers.options import LayerOptions
 from scale_tp.state_dict import full_state_dict
 
 CASES: list[dict[str, Any]] = [
@@ -29,7 +31,8 @@ def _input(length: int = 5) -> Tensor:
 
 def _built(case: dict[str, Any], group: Group, **changed: Any) -> ParallelAttention:
     torch.manual_seed(3)
-    return ParallelAttention(12, **case, process_group=group, dtype=torch.float64, **changed)
+    arguments = with_options(LayerOptions, **case, process_group=group, dtype=torch.float64, **changed)
+    return ParallelAttention(12, **arguments)
 
 
 def _train(model: ParallelAttention, part: slice) -> list[Tensor]:

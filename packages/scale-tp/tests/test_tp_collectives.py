@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from parallelize_cases import gpt2, llama
 from torch import Tensor, nn
+from with_options import with_options
 
 from scale_core.comm import collectives
 from scale_core.comm.collectives import exchange
@@ -23,6 +24,7 @@ from scale_core.comm.group import group_of
 from scale_tp import (
     GPT2_PLAN,
     ColumnParallelLinear,
+    LayerOptions,
     ParallelAttention,
     ParallelLayerNorm,
     RowParallelLinear,
@@ -77,9 +79,9 @@ class Block(nn.Module):
             (lambda: ParallelLayerNorm(8, process_group=group_of())) if sequence_parallel else lambda: nn.LayerNorm(8)
         )
         self.norms = nn.ModuleList([norm(), norm()])
-        self.attention = ParallelAttention(8, 4, key_value_heads, bias=bias, **options)
-        self.up = ColumnParallelLinear(8, 11, bias, gather_output=False, **options)
-        self.down = RowParallelLinear(11, 8, bias, input_is_parallel=True, **options)
+        self.attention = ParallelAttention(8, 4, key_value_heads, **with_options(LayerOptions, bias=bias, **options))
+        self.up = ColumnParallelLinear(8, 11, bias, **with_options(LayerOptions, gather_output=False, **options))
+        self.down = RowParallelLinear(11, 8, bias, **with_options(LayerOptions, input_is_parallel=True, **options))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norms[0](x))

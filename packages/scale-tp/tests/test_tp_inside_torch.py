@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from with_options import with_options
 
 import scale_tp
 from scale_core import compat
 from scale_core.comm.group import Group, group_of
 from scale_core.sharded_tensor.tensor import local_tensor
+from scale_tp import LayerOptions, megatron
 
 
 class Block(nn.Module):
@@ -23,8 +25,8 @@ class Block(nn.Module):
         torch.manual_seed(0)
         options = {"process_group": group, "sequence_parallel": sequence_parallel}
         self.norm = scale_tp.ParallelLayerNorm(5, process_group=group) if sequence_parallel else nn.LayerNorm(5)
-        self.up = scale_tp.ColumnParallelLinear(5, 7, gather_output=False, **options)
-        self.down = scale_tp.RowParallelLinear(7, 5, input_is_parallel=True, **options)
+        self.up = scale_tp.ColumnParallelLinear(5, 7, **with_options(LayerOptions, gather_output=False, **options))
+        self.down = scale_tp.RowParallelLinear(7, 5, **with_options(LayerOptions, input_is_parallel=True, **options))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -32,7 +34,7 @@ class Block(nn.Module):
 
 def gradients(block: Block, call: Any, x: Tensor, params: Iterable[Tensor] | None = None) -> list[Tensor]:
     """The output, and the gradients of the input and of the parameters; those of the block unless given."""
-    part = scale_tp.scatter_to_sequence_parallel_region(x, block.up.group) if block.up.sequence_parallel else x
+    part = megatron.scatter_to_sequence_parallel_region(x, block.up.group) if block.up.sequence_parallel else x
     part = part.detach().requires_grad_()
     output = call(part)
     of = [part, *(block.parameters() if params is None else params)]
@@ -87,7 +89,7 @@ def test_a_divided_block_is_the_same_inside_what_torch_has(sequence_parallel: bo
     assert found[0].dtype == torch.bfloat16
     assert all(grad.dtype == torch.float32 for grad in found[1:])
     with torch.inference_mode():
-        part = scale_tp.scatter_to_sequence_parallel_region(x, group) if sequence_parallel else x
+        part = megatron.scatter_to_sequence_parallel_region(x, group) if sequence_parallel else x
         assert torch.equal(block(part), expected[0])
 
 
@@ -96,7 +98,7 @@ def test_one_process_plays_one_rank_of_many() -> None:
     with compat.fake_default_group(1, 8):
         group = group_of()
         block = Block(group, sequence_parallel=True)
-        part = scale_tp.scatter_to_sequence_parallel_region(torch.ones(2, 16, 5), group)
+        part = megatron.scatter_to_sequence_parallel_region(torch.ones(2, 16, 5), group)
         output = block(part)
         output.sum().backward()
         assert output.shape == (2, 2, 5)

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from with_options import with_options
 
 import scale_tp
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
+from scale_tp import LayerOptions, megatron
+from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
 
 pytestmark = [
     pytest.mark.simulation,
@@ -41,8 +44,12 @@ class Block(nn.Module):
         super().__init__()
         options: Any = {"process_group": group_of(), "sequence_parallel": True, "overlap_pieces": overlap_pieces}
         self.norm = scale_tp.ParallelLayerNorm(WIDTH, process_group=group_of())
-        self.up = scale_tp.ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_output=False, **options)
-        self.down = scale_tp.RowParallelLinear(4 * WIDTH, WIDTH, input_is_parallel=True, **options)
+        self.up = scale_tp.ColumnParallelLinear(
+            WIDTH, 4 * WIDTH, **with_options(LayerOptions, gather_output=False, **options)
+        )
+        self.down = scale_tp.RowParallelLinear(
+            4 * WIDTH, WIDTH, **with_options(LayerOptions, input_is_parallel=True, **options)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
@@ -56,7 +63,7 @@ def test_blocks_with_a_divided_sequence_have_no_race(overlap_pieces: int | None)
 
     def loss() -> Tensor:
         x = torch.randn(8, 2, WIDTH, device="sim", requires_grad=True)
-        return model(scale_tp.scatter_to_sequence_parallel_region(x, group_of())).sum()
+        return model(megatron.scatter_to_sequence_parallel_region(x, group_of())).sum()
 
     train(model, loss)
 
@@ -75,8 +82,8 @@ def test_products_beside_their_messages_have_no_race(pieces: int) -> None:
 
     def loss() -> Tensor:
         part = torch.randn(6, 2, WIDTH, device="sim", requires_grad=True)
-        (full,) = scale_tp.gather_linear(part, [weight], group_of(), pieces=pieces)
-        return scale_tp.linear_scatter(full, weight, group_of(), pieces=pieces).sum()
+        (full,) = gather_linear(part, [weight], group_of(), pieces=pieces)
+        return linear_scatter(full, weight, group_of(), pieces=pieces).sum()
 
     train(holder, loss)
 

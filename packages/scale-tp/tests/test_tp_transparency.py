@@ -16,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from with_options import with_options
 
 import scale_tp
 from scale_check import parity
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_tp import Split
+from scale_tp import LayerOptions, megatron
+from scale_tp.split import Split
 
 WORDS, DIM, HIDDEN, LENGTH = 11, 5, 13, 7
 # A power of two: then a product and a sum that are rounded together are those that are rounded apart, so that no
@@ -104,12 +106,16 @@ class Divided(nn.Module):
         super().__init__()
         both: Any = {"process_group": group, "dtype": case.dtype}
         kwargs: Any = {**both, "sequence_parallel": case.sequence_parallel}
-        self.embed = scale_tp.VocabParallelEmbedding(WORDS, DIM, padding_idx=3, **kwargs)
+        self.embed = scale_tp.VocabParallelEmbedding(WORDS, DIM, **with_options(LayerOptions, padding_idx=3, **kwargs))
         norm: Any = scale_tp.ParallelLayerNorm if case.sequence_parallel else nn.LayerNorm
         self.norm = norm(DIM, dtype=case.dtype, **({"process_group": group} if case.sequence_parallel else {}))
-        self.up = scale_tp.ColumnParallelLinear(DIM, HIDDEN, case.bias, gather_output=False, **kwargs)
-        self.down = scale_tp.RowParallelLinear(HIDDEN, DIM, case.bias, input_is_parallel=True, **kwargs)
-        self.head = scale_tp.ColumnParallelLinear(DIM, WORDS, False, **kwargs)
+        self.up = scale_tp.ColumnParallelLinear(
+            DIM, HIDDEN, case.bias, **with_options(LayerOptions, gather_output=False, **kwargs)
+        )
+        self.down = scale_tp.RowParallelLinear(
+            HIDDEN, DIM, case.bias, **with_options(LayerOptions, input_is_parallel=True, **kwargs)
+        )
+        self.head = scale_tp.ColumnParallelLinear(DIM, WORDS, False, **with_options(LayerOptions, **kwargs))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -261,8 +267,8 @@ def test_gradients_of_sequences_of_two_lengths_add_up() -> None:
     for length in (3, 4):
         x = torch.randn(2, length, 3, generator=torch.Generator().manual_seed(length)).double()
         expected = expected + plain(x).square().sum()
-        part = scale_tp.scatter_to_sequence_parallel_region(x, group)
-        outputs = scale_tp.gather_from_sequence_parallel_region(ours(part), group, to_model_parallel=False)
+        part = megatron.scatter_to_sequence_parallel_region(x, group)
+        outputs = megatron.gather_from_sequence_parallel_region(ours(part), group, to_model_parallel=False)
         found = found + outputs.square().sum()
     torch.testing.assert_close(found, expected)
     expected.backward()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from lm_trainings import changed, options_for, start, train_to
 
-from scale_checkpoint import is_checkpointed
+from scale_checkpoint.wrapper import is_checkpointed
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_train.cli import main

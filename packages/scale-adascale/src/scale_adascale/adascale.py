@@ -8,12 +8,11 @@ estimates (`step_statistics`, `estimates`, `gain`), and the inner optimizer step
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Optimizer
 
 from scale_adascale.adam_preconditioner import is_adaptive
@@ -24,6 +23,7 @@ from scale_adascale.measurement.norm_reduction import NormReducer
 from scale_adascale.measurement.param_info import data_group_of, model_group_of
 from scale_adascale.measurement.step_statistics import Settings, StepStatistics, default_smoothing
 from scale_adascale.noise_scale import NoiseScale, noise_scale
+from scale_adascale.options import AdaScaleOptions
 from scale_adascale.validation import (
     check_num_gradients,
     check_numbers,
@@ -34,8 +34,11 @@ from scale_adascale.validation import (
 from scale_core import uneven_inputs
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike
+from scale_core.errors import renamed_arguments
 from scale_core.shard import as_local
 from scale_core.state.param_ownership import ParamSlice
+
+_OPTIONS = {field.name: f"options=AdaScaleOptions({field.name}=...)" for field in fields(AdaScaleOptions)}
 
 
 class AdaScale(Optimizer):
@@ -72,11 +75,7 @@ class AdaScale(Optimizer):
         model_parallel_group: The ranks that have other parts of the model for the same data: those of tensor and
             pipeline parallelism. None is the group over which parameters are split in addition to `process_group`, or
             that of the `DistributedPipe`, if there is one.
-        power: Learning rates are multiplied by gain ** power. 1 if None, as for SGD; 0.5 for Adam and AdamW; of others
-            that divide gradients by something, for example RMSprop, it must be said.
-        preconditioned: Measure gradients as Adam and AdamW use them, divided by the root of the mean second moment of
-            their tensor. None is whether they are Adam's or AdamW's.
-        grad_scaler: The scaler that multiplies losses and steps, torch's `GradScaler` or `ShardedGradScaler`.
+        options: The power of the gain, how gradients are measured, and the gradient scaler: see `AdaScaleOptions`.
 
     Attributes:
         grad_scaler: May be set later, before the first backward pass, as where a trainer builds it.
@@ -90,7 +89,8 @@ class AdaScale(Optimizer):
 
     listens_to_gradients = True  # OSS refuses a class that has this: no backward brings gradients to its pieces.
 
-    @checked_arguments(own="optimizer scale smoothing power num_gradients_to_accumulate")
+    @checked_arguments(own="optimizer scale smoothing num_gradients_to_accumulate")
+    @renamed_arguments(**_OPTIONS)
     def __init__(
         self,
         optimizer: Optimizer,
@@ -103,12 +103,12 @@ class AdaScale(Optimizer):
         process_group: GroupLike = None,
         *,
         model_parallel_group: GroupLike = None,
-        power: float | None = None,
-        preconditioned: bool | None = None,
-        grad_scaler: GradScaler | None = None,
+        options: AdaScaleOptions | None = None,
     ) -> None:
         if process_group is None and world_size is not None and not dist.is_initialized():
             process_group = Group()  # Somebody else reduces the gradients.
+        options = options or AdaScaleOptions()
+        power, preconditioned = options.power, options.preconditioned
         check_optimizer(optimizer, AdaScale)
         data = data_group_of(optimizer, process_group)
         check_numbers(data, world_size, num_gradients_to_accumulate, power, smoothing)
@@ -123,7 +123,7 @@ class AdaScale(Optimizer):
         )
         self._optimizer = optimizer
         super().__setstate__({"defaults": optimizer.defaults, **_state_hooks(optimizer)})
-        self.grad_scaler = grad_scaler
+        self.grad_scaler = options.grad_scaler
         self._power = power if power is not None else (0.5 if is_adam else 1.0)
         self._settings = Settings(
             num_ranks=data.size,
@@ -290,8 +290,8 @@ class AdaScale(Optimizer):
         if self.grad_scaler is None:
             raise RuntimeError(
                 "a GradScaler steps an AdaScale that was built without it, and measures gradients times a scale that "
-                "it does not know. Build AdaScale(..., grad_scaler=scaler), or set optimizer.grad_scaler = scaler "
-                "before the first backward pass"
+                "it does not know. Build AdaScale(..., options=AdaScaleOptions(grad_scaler=scaler)), or set "
+                "optimizer.grad_scaler = scaler before the first backward pass"
             )
         return False
 
@@ -492,7 +492,8 @@ class AdaScaleWrapper(AdaScale):
         **additional_optim_args: For the optimizer. All others, and errors, are those of `AdaScale`.
     """
 
-    @checked_arguments(own="scale smoothing power num_gradients_to_accumulate")
+    @checked_arguments(own="scale smoothing num_gradients_to_accumulate")
+    @renamed_arguments(**_OPTIONS)
     def __init__(
         self,
         params: Any,
@@ -506,9 +507,7 @@ class AdaScaleWrapper(AdaScale):
         is_scaled_loss: bool = True,
         process_group: GroupLike = None,
         model_parallel_group: GroupLike = None,
-        power: float | None = None,
-        preconditioned: bool | None = None,
-        grad_scaler: GradScaler | None = None,
+        options: AdaScaleOptions | None = None,
         **additional_optim_args: Any,
     ) -> None:
         super().__init__(
@@ -521,7 +520,5 @@ class AdaScaleWrapper(AdaScale):
             debias_ewma,
             process_group,
             model_parallel_group=model_parallel_group,
-            power=power,
-            preconditioned=preconditioned,
-            grad_scaler=grad_scaler,
+            options=options,
         )

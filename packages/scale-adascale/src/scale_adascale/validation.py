@@ -71,14 +71,14 @@ def check_rule(optimizer: Optimizer, data: Group, power: float | None, precondit
     if power is None and is_rescaling(optimizer):
         raise ValueError(
             f"expected power for {type(base_optimizer(optimizer)).__name__}, of which AdaScale does not know whether "
-            "its steps depend on the length of a gradient. Pass AdaScale(..., power=0.5), the rule of Adam, where they "
-            "do not, or power=1, that of SGD, where they do; its gradients are measured as they are"
+            "its steps depend on the length of a gradient. Pass AdaScaleOptions(power=0.5), the rule of Adam, where "
+            "they do not, or power=1, that of SGD, where they do; its gradients are measured as they are"
         )
     wrapped = base_optimizer(optimizer) is not optimizer and not hasattr(optimizer, "grad_holders")
     if preconditioned is not False and is_adaptive(optimizer) and wrapped and data.size > 1:
         raise ValueError(
             f"{type(optimizer).__name__} does not tell which rank has the second moments of which parameter, by which "
-            "AdaScale divides gradients. Take scale_oss.OSS, or pass AdaScale(..., preconditioned=False)"
+            "AdaScale divides gradients. Take scale_oss.OSS, or pass AdaScaleOptions(preconditioned=False)"
         )
     if preconditioned and not is_adaptive(optimizer):
         raise ValueError(

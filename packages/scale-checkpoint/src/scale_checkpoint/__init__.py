@@ -7,20 +7,12 @@ measurement, and `memory_tracker` shows memory by module.
 
 import logging
 
-from scale_checkpoint.memory_tracker import (
-    LayerMemoryTracker,
-    LayerTrace,
-    SuggestedCheckpoints,
-    suggest_checkpoint_location,
-)
+from scale_checkpoint.memory_tracker import LayerMemoryTracker, suggest_checkpoint_location
 from scale_checkpoint.offload.offload import offload_activations
-from scale_checkpoint.planner.plan import BudgetError, MemoryPlan, apply_plan, best_plan, memory_front, plan_memory
-from scale_checkpoint.planner.profile import MemoryProfile, profile_memory
-from scale_checkpoint.planner.step import MeasuredStep, measure_step
-from scale_checkpoint.recompute.batch_norm import patch_batchnorm
+from scale_checkpoint.planner.plan import BudgetError, apply_plan, plan_memory
 from scale_checkpoint.recompute.determinism_check import RecomputationError, check_recomputation
 from scale_checkpoint.state import disable_checkpointing, is_checkpointing, is_recomputing
-from scale_checkpoint.wrapper import apply_checkpointing, checkpoint_modules, checkpoint_wrapper, is_checkpointed
+from scale_checkpoint.wrapper import apply_checkpointing, checkpoint_modules, checkpoint_wrapper
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -28,28 +20,17 @@ __version__ = "2026.11.0"
 __all__ = [
     "BudgetError",
     "LayerMemoryTracker",
-    "LayerTrace",
-    "MeasuredStep",
-    "MemoryPlan",
-    "MemoryProfile",
     "RecomputationError",
-    "SuggestedCheckpoints",
     "apply_checkpointing",
     "apply_plan",
-    "best_plan",
     "check_recomputation",
     "checkpoint_modules",
     "checkpoint_wrapper",
     "disable_checkpointing",
-    "is_checkpointed",
     "is_checkpointing",
     "is_recomputing",
-    "measure_step",
-    "memory_front",
     "offload_activations",
-    "patch_batchnorm",
     "plan_memory",
-    "profile_memory",
     "suggest_checkpoint_location",
 ]
 

@@ -164,7 +164,8 @@ def is_checkpointed(module: nn.Module) -> bool:
     """Whether a module's own activations are recomputed or offloaded; its children and parents do not count.
 
     >>> from torch import nn
-    >>> from scale_checkpoint import checkpoint_wrapper, is_checkpointed
+    >>> from scale_checkpoint import checkpoint_wrapper
+    >>> from scale_checkpoint.wrapper import is_checkpointed
     >>> is_checkpointed(nn.Tanh()), is_checkpointed(checkpoint_wrapper(nn.Tanh()))
     (False, True)
     """

@@ -1,5 +1,6 @@
 """Collectives, flat parameters and sharded state: the base of the techniques of scale.
 
+On top stand errors and functions for training loops. Import everything else from its module.
 Each line imports only from those above it; every folder's `__init__` says where to begin.
 
 - `errors`, `fault_points`, `compat`, `tree`: one tree of errors, where tests put faults, torch versions, tensors in
@@ -17,22 +18,12 @@ Each line imports only from those above it; every folder's `__init__` says where
 import logging
 
 from scale_core import torch_patches as _torch_patches  # noqa: F401  # It patches torch at the first shard.
-from scale_core.arguments import checked_arguments as _checked
-from scale_core.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.comm.work import CollectiveWork
-from scale_core.consistency.contract import Contract
+from scale_core.comm.group import Group, group_of
 from scale_core.consistency.divergence import check_replicas
-from scale_core.consistency.execution_order import Event
 from scale_core.consistency.late_ranks import LateRanks
 from scale_core.errors import ContractError, DivergenceError, ScaleDistributedError, StepError, TransferError
-from scale_core.flat.buffer import DtypePolicy, FlatBuffer
-from scale_core.flat.layout import BlockAtom, FlatLayout
-from scale_core.hooks.autograd import register_grad_published_hook, register_local_grad_hook, register_reduced_grad_hook
 from scale_core.optim.clip_grad import clip_grad_norm_, grad_norm
 from scale_core.optim.grad_scaler import ShardedGradScaler
-from scale_core.shard import Axis, Placement, Shard, full_numel, full_shape, shard_of
-from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.state.param_ownership import num_parameters
 from scale_core.uneven_inputs import join
 
@@ -40,51 +31,22 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [
-    "Axis",
-    "BlockAtom",
-    "CollectiveWork",
-    "Contract",
     "ContractError",
     "DivergenceError",
-    "DtypePolicy",
-    "Event",
-    "FlatBuffer",
-    "FlatLayout",
     "Group",
-    "GroupLike",
     "LateRanks",
-    "Placement",
     "ScaleDistributedError",
-    "Shard",
     "ShardedGradScaler",
     "StepError",
     "TransferError",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
     "check_replicas",
     "clip_grad_norm_",
-    "full_numel",
-    "full_shape",
     "grad_norm",
     "group_of",
     "join",
     "num_parameters",
-    "reduce_scatter",
-    "register_grad_published_hook",
-    "register_local_grad_hook",
-    "register_reduced_grad_hook",
-    "set_shard",
-    "shard_of",
 ]
 
-for _name in (
-    *("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"),
-    *("full_numel", "full_shape", "shard_of"),
-):  # The packages call them where they are, in every step.
-    globals()[_name] = _checked(globals()[_name])
-for _name in __all__:
-    if hasattr(globals()[_name], "__qualname__"):  # Tracebacks and documentation show the path that people write.
-        globals()[_name].__module__ = __name__
+for _name in __all__:  # Tracebacks and documentation show the path that people write.
+    globals()[_name].__module__ = __name__
 del _name

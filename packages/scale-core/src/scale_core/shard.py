@@ -299,7 +299,7 @@ def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: st
                     f"{what}: '{name}' is a shard {list(param.shape)} of a parameter {list(shard.shape)} that its "
                     f"layer divides between the ranks {list(axis.group.ranks)}, and {what} was given "
                     f"{list(group.ranks)} as ranks that hold the same: give it those along the data axis, such as "
-                    'mesh["data"].get_group() or scale_tp.get_data_parallel_group()'
+                    'mesh["data"].get_group() or scale_tp.megatron.get_data_parallel_group()'
                 )
 
 

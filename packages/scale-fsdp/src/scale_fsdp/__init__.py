@@ -1,32 +1,24 @@
 """Fully sharded data parallel (ZeRO-3): every rank keeps one shard of parameters, gradients and optimizer state.
 
-Here stands what users call: `shard_module` (`fully_shard`), `fsdp_module` (the methods that it adds to a module), the
-wrapper `fully_sharded_data_parallel`. `wrapping` chooses modules, `state_dict` saves and loads, `reshard` changes
-ranks, dtypes and devices, `offload` keeps optimizer state on the host. A training step is in `runtime`: begin with its
-`step`.
+Here stands what users call: `shard_module` (`fully_shard`) and its `options`, `fsdp_module` (the methods that it adds
+to a module), the wrapper `fully_sharded_data_parallel`. `wrapping` chooses modules, `state_dict` saves and loads,
+`reshard` changes ranks, dtypes and devices, `offload` keeps optimizer state on the host. A training step is in
+`runtime`: begin with its `step`.
 """
 
 import importlib
 import logging
 import typing
 
-from scale_core.errors import StepError
 from scale_fsdp.communication import CommunicationPolicy
 from scale_fsdp.forward_methods import register_fsdp_forward_method
 from scale_fsdp.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from scale_fsdp.options import ShardOptions
 from scale_fsdp.shard_module import fully_shard
 from scale_fsdp.state_dict.full import full_state_dict
-from scale_fsdp.state_dict.local import consolidate_local_state_dicts
 from scale_fsdp.state_dict.optimizer import full_optim_state_dict, shard_optim_state_dict
-from scale_fsdp.wrapping.auto_wrap import (
-    auto_wrap,
-    enable_wrap,
-    fully_shard_modules,
-    get_fsdp_instances,
-    plan_units,
-    wrap,
-)
+from scale_fsdp.wrapping.auto_wrap import fully_shard_modules
 from scale_fsdp.wrapping.policy import (
     class_policy,
     name_policy,
@@ -37,11 +29,10 @@ from scale_fsdp.wrapping.policy import (
 if typing.TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-    from scale_fsdp.description import Description, describe
+    from scale_fsdp.description import describe
     from scale_fsdp.ema import ShardedEMA
     from scale_fsdp.offload.optimizer import OffloadOptimizer
     from scale_fsdp.reshard.reshard import reshard_to
-    from scale_fsdp.state_dict.error_feedback import ErrorFeedbackState
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -49,42 +40,32 @@ __version__ = "2026.11.0"
 __all__ = [
     "CPUOffloadPolicy",
     "CommunicationPolicy",
-    "Description",
-    "ErrorFeedbackState",
     "FSDPModule",
     "FullyShardedDataParallel",
     "MixedPrecisionPolicy",
     "OffloadOptimizer",
     "OffloadPolicy",
+    "ShardOptions",
     "ShardedEMA",
-    "StepError",
     "UnshardHandle",
-    "auto_wrap",
     "class_policy",
-    "consolidate_local_state_dicts",
     "describe",
-    "enable_wrap",
     "full_optim_state_dict",
     "full_state_dict",
     "fully_shard",
     "fully_shard_modules",
-    "get_fsdp_instances",
     "name_policy",
     "no_split_policy",
-    "plan_units",
     "register_fsdp_forward_method",
     "reshard_to",
     "shard_optim_state_dict",
     "share_comm_ctx",
     "size_policy",
-    "wrap",
 ]
 
 # No training step of a plain `fully_shard` needs these, so they are imported when asked for. The policies are torch's.
 _LAZY = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
-    "Description": "scale_fsdp.description",
-    "ErrorFeedbackState": "scale_fsdp.state_dict.error_feedback",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadOptimizer": "scale_fsdp.offload.optimizer",
     "OffloadPolicy": "torch.distributed.fsdp",
@@ -110,6 +91,5 @@ def __dir__() -> list[str]:
 
 
 for _name in set(__all__) - set(_LAZY):  # Tracebacks and documentation show the path by which people import.
-    if globals()[_name].__module__.startswith(__name__):  # `StepError` is scale-core's.
-        globals()[_name].__module__ = __name__
+    globals()[_name].__module__ = __name__
 del _name

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,12 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from scale_core import compat
 from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.divergence import check_interval
 from scale_core.flat.buffer import DevicePolicy, ShardGroups
-from scale_core.flat.layout import Atom
 from scale_core.tree import map_tensors
-from scale_fsdp.communication import CommunicationPolicy, check_communication
 from scale_fsdp.mesh_info import MeshInfo
+from scale_fsdp.options import ShardOptions
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -158,24 +156,15 @@ def resolve_state_dict_config(
     return StateDictConfig(device, state_dict_on_rank_0_only)
 
 
-AtomChoice = Atom | Callable[[str, tuple[int, ...]], Atom]
-
-
-@dataclass(frozen=True)
-class UnitOptions:
-    """How one unit is sharded; see `fully_shard`."""
+@dataclass(frozen=True, kw_only=True)
+class UnitOptions(ShardOptions):
+    """How one unit is sharded: its `ShardOptions`, and what the other arguments of `fully_shard` mean on this rank."""
 
     mesh_info: MeshInfo
     precision: UnitPrecision
     placement: DevicePlacement
     reshard_after_forward: bool | int | None = None  # None: unless it is the unit that is called first
-    flatten: bool = False
-    atom: AtomChoice = "auto"
-    limit_seconds: float | None = None  # the outermost unit's counts
     state_dict_config: StateDictConfig = StateDictConfig()
-    error_if_nonfinite: bool = False  # the outermost unit's counts
-    check_replicas_every: int | None = None  # the outermost unit's counts
-    communication: CommunicationPolicy | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.reshard_after_forward, int | None):
@@ -183,12 +172,21 @@ class UnitOptions:
                 f"reshard_after_forward: expected a bool, a number of ranks or None, got {self.reshard_after_forward!r}"
             )
         self.mesh_info.check_reshard_after_forward(self.reshard_after_forward)
-        check_interval(self.check_replicas_every)
-        if not isinstance(self.error_if_nonfinite, bool):
-            raise TypeError(f"error_if_nonfinite: expected True or False, got {self.error_if_nonfinite!r}")
-        check_communication(self.communication)
         if self.communication is not None:
             self.communication.check(self.mesh_info)
+
+    @classmethod
+    def of(
+        cls,
+        options: ShardOptions,
+        mesh_info: MeshInfo,
+        precision: UnitPrecision,
+        placement: DevicePlacement,
+        **others: Any,
+    ) -> UnitOptions:
+        """Returns the options of a unit. `init` stays behind: it is called once, and often can't be pickled."""
+        shared = {field.name: getattr(options, field.name) for field in fields(ShardOptions)} | {"init": None}
+        return cls(**shared, mesh_info=mesh_info, precision=precision, placement=placement, **others)
 
     @property
     def communication_line(self) -> str:

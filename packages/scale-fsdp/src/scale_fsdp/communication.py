@@ -131,7 +131,7 @@ def check_communication(policy: object) -> None:
     if policy is not None and not isinstance(policy, CommunicationPolicy):
         raise TypeError(
             f"communication: expected a scale_fsdp.CommunicationPolicy or None, got {policy!r}: write "
-            "communication=CommunicationPolicy(gather='int8', reduce='int4')"
+            "options=ShardOptions(communication=CommunicationPolicy(gather='int8', reduce='int4'))"
         )
 
 

@@ -22,7 +22,7 @@ from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, module_names, units_
 
 _HEAD = ("unit", "class", "parameters", "elements", "shard", "padding", "shards in", "computes", "reduces", "lives on")
 _SHARDS = (
-    "parameters() yields this rank's shards of them; scale_core.full_shape(param), full_numel(param) and",
+    "parameters() yields this rank's shards of them; scale_core.shard.full_shape(param), full_numel(param) and",
     "num_parameters(model) count full parameters",
 )
 _SIDES = "<<>>>><<<<"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -15,17 +15,15 @@ from torch import nn
 from scale_core.arguments import checked_arguments, did_you_mean
 from scale_core.comm.group import GroupLike
 from scale_fsdp.api import (
-    AtomChoice,
     UnitOptions,
     UnitPrecision,
     placement_of,
     resolve_precision,
     resolve_state_dict_config,
 )
-from scale_fsdp.communication import CommunicationPolicy
 from scale_fsdp.fsdp_module import FSDPModule
 from scale_fsdp.mesh_info import resolve_mesh_info
-from scale_fsdp.reshard.meta_init import Init, check_init
+from scale_fsdp.options import ShardOptions
 from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.shard_module import check_modules, shard_modules
 
@@ -68,81 +66,66 @@ def _delegate(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenat
     return call
 
 
-def shard_for_wrapper(
-    module: nn.Module,
-    process_group: GroupLike = None,
-    reshard_after_forward: bool | int = True,
-    mixed_precision: bool | MixedPrecisionPolicy = False,
-    flatten_parameters: bool = False,
-    *,
-    atom: AtomChoice = "auto",
-    move_params_to_cpu: bool = False,
-    move_grads_to_cpu: bool | None = None,
-    compute_device: torch.device | str | None = None,
-    init: Init = None,
-    sync_module_states: bool = True,
-    limit_seconds: float | None = None,
-    state_dict_device: torch.device | str | None = None,
-    state_dict_on_rank_0_only: bool = False,
-    compute_dtype: torch.dtype | None = None,
-    buffer_dtype: torch.dtype | None = None,
-    fp32_reduce_scatter: bool | None = None,
-    error_if_nonfinite: bool = False,
-    check_replicas_every: int | None = None,
-    communication: CommunicationPolicy | None = None,
-) -> nn.Module:
-    """Shards a module in place as `fully_shard` does, by the names of `FullyShardedDataParallel`'s arguments.
+@dataclass(frozen=True)
+class WrapperOptions:
+    """Arguments of `FullyShardedDataParallel` that only FairScale has; torch's policies say the same.
 
-    Args:
-        module: As for `fully_shard`.
-        process_group: The ranks, as `mesh` of `fully_shard`.
-        reshard_after_forward: As for `fully_shard`; True is its None.
-        mixed_precision: torch's `MixedPrecisionPolicy`; True is fp16 parameters and reduction.
-        flatten_parameters: As for `fully_shard`.
-        atom: As for `fully_shard`.
+    Attributes:
         move_params_to_cpu: Keep the shards on the host.
         move_grads_to_cpu: Bring each reduced gradient to the host at once, during the backward pass; False lets all
             wait on the device until the pass is over. None is as for the parameters. Either way `param.grad` stands
             where the parameter is when `backward()` returns.
-        compute_device: As for `fully_shard`.
-        init: As for `fully_shard`.
-        sync_module_states: As for `fully_shard`.
-        limit_seconds: As for `fully_shard`.
         state_dict_device: Where the tensors of this module's `state_dict()` are to be; None is where the shards are.
         state_dict_on_rank_0_only: Its `state_dict()` gives the tensors to rank 0 alone, and the others an empty dict.
         compute_dtype: `param_dtype` of the policy.
-        buffer_dtype: As for `fully_shard`.
         fp32_reduce_scatter: `reduce_dtype=torch.float32` of the policy.
-        error_if_nonfinite: As for `fully_shard`.
-        check_replicas_every: As for `fully_shard`.
-        communication: As for `fully_shard`.
-
-    Raises:
-        TypeError: An argument of the wrong kind.
-        ValueError: As for `fully_shard`.
     """
-    check_modules([module], flatten_parameters)
-    check_init(init)
-    for name, value in (("move_params_to_cpu", move_params_to_cpu), ("move_grads_to_cpu", move_grads_to_cpu)):
-        if not isinstance(value, bool | None):
-            raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+    move_params_to_cpu: bool = False
+    move_grads_to_cpu: bool | None = None
+    state_dict_device: torch.device | str | None = None
+    state_dict_on_rank_0_only: bool = False
+    compute_dtype: torch.dtype | None = None
+    fp32_reduce_scatter: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("move_params_to_cpu", "move_grads_to_cpu"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise TypeError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+
+
+_DEFAULTS: dict[str, Any] = {
+    "process_group": None,
+    "reshard_after_forward": True,
+    "mixed_precision": False,
+    **{field.name: field.default for options in (WrapperOptions, ShardOptions) for field in fields(options)},
+}
+"""All arguments of the wrapper after the module."""
+
+
+def _shard(
+    module: nn.Module,
+    process_group: GroupLike,
+    reshard_after_forward: bool | int,
+    mixed_precision: bool | MixedPrecisionPolicy,
+    **others: Any,
+) -> None:
+    """Shards a module in place as `fully_shard` does, by the names of the wrapper's arguments."""
+    shared = {field.name for field in fields(ShardOptions)}
+    options = ShardOptions(**{name: value for name, value in others.items() if name in shared})
+    wrapper = WrapperOptions(**{name: value for name, value in others.items() if name not in shared})
+    check_modules([module], options.flatten_parameters)
     ranks = resolve_mesh_info(process_group)
-    grads = move_params_to_cpu if move_grads_to_cpu is None else move_grads_to_cpu
-    options = UnitOptions(
+    grads = wrapper.move_params_to_cpu if wrapper.move_grads_to_cpu is None else wrapper.move_grads_to_cpu
+    unit_options = UnitOptions.of(
+        options,
         ranks,
-        _precision_of(mixed_precision, compute_dtype, buffer_dtype, fp32_reduce_scatter),
-        placement_of(move_params_to_cpu, grads, compute_device, ranks),
-        None if reshard_after_forward is True else reshard_after_forward,
-        flatten_parameters,
-        atom,
-        limit_seconds,
-        resolve_state_dict_config(state_dict_device, state_dict_on_rank_0_only),
-        error_if_nonfinite,
-        check_replicas_every,
-        communication,
+        _precision_of(mixed_precision, wrapper.compute_dtype, options.buffer_dtype, wrapper.fp32_reduce_scatter),
+        placement_of(wrapper.move_params_to_cpu, grads, options.compute_device, ranks),
+        reshard_after_forward=None if reshard_after_forward is True else reshard_after_forward,
+        state_dict_config=resolve_state_dict_config(wrapper.state_dict_device, wrapper.state_dict_on_rank_0_only),
     )
-    shard_modules([module], options, init, sync=sync_module_states)
-    return module
+    shard_modules([module], unit_options, options.init, sync=options.sync_module_states)
 
 
 def _precision_of(
@@ -186,8 +169,8 @@ class FullyShardedDataParallel(nn.Module):
             the model is entered alone.
         flatten_parameters: As for `fully_shard`.
         **kwargs: `move_params_to_cpu`, `move_grads_to_cpu`, `compute_dtype`, `fp32_reduce_scatter`,
-            `state_dict_device` and `state_dict_on_rank_0_only` as in FairScale, and the arguments of `fully_shard` that
-            are scale-fsdp's own. FairScale's arguments that only tuned its machinery have no effect, and warn.
+            `state_dict_device` and `state_dict_on_rank_0_only` as in FairScale, and the fields of `ShardOptions`.
+            FairScale's arguments that only tuned its machinery have no effect, and warn.
 
     Raises:
         TypeError: An unknown argument; names the nearest one.
@@ -216,7 +199,7 @@ class FullyShardedDataParallel(nn.Module):
         if isinstance(module, FSDPModule):
             _refuse_options(module, options)
         else:
-            shard_for_wrapper(module, **options)
+            _shard(module, **options)
         self.module = module
         self.register_load_state_dict_pre_hook(_add_module_prefix)  # type: ignore[no-untyped-call]  # torch has no types here
 
@@ -258,7 +241,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def flatten_parameters(self) -> bool:
         """Whether an optimizer sees one flat tensor. `.module` is the module itself either way."""
-        return self._options.flatten
+        return self._options.flatten_parameters
 
     @property
     def reshard_after_forward(self) -> bool | int:
@@ -312,11 +295,10 @@ def _add_module_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: st
 
 def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Refuses options for a module that is sharded already: they would have no effect."""
-    defaults = {name: parameter.default for name, parameter in inspect.signature(shard_for_wrapper).parameters.items()}
     refused = [
         f"{name}={value!r}"
         for name, value in options.items()
-        if type(value) is not type(defaults[name]) or value != defaults[name]  # 1 equals True, and means another thing.
+        if type(value) is not type(default := _DEFAULTS[name]) or value != default  # 1 equals True, and means no bool.
     ]
     if refused:
         raise ValueError(
@@ -326,17 +308,16 @@ def _refuse_options(module: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
-    accepted = set(inspect.signature(shard_for_wrapper).parameters)
     if kwargs.pop("cpu_offload", False):  # FairScale's first name for it, which fairseq still uses.
         kwargs["move_params_to_cpu"] = True
     ignored = sorted(_WITHOUT_EFFECT & kwargs.keys())
-    unknown = sorted(kwargs.keys() - accepted - _WITHOUT_EFFECT - _REPLACED.keys())
+    unknown = sorted(kwargs.keys() - _DEFAULTS.keys() - _WITHOUT_EFFECT - _REPLACED.keys())
     for name, how in _REPLACED.items():
         if kwargs.get(name):
             raise ValueError(f"FullyShardedDataParallel({name}={kwargs[name]!r}) is said in another way: {how}")
     if unknown:
-        hint = did_you_mean(unknown[0], sorted(accepted))
+        hint = did_you_mean(unknown[0], sorted(_DEFAULTS))
         raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'; {hint}")
     if ignored:
         warnings.warn(f"FullyShardedDataParallel: {', '.join(ignored)} has no effect here", UserWarning, stacklevel=4)
-    return {name: value for name, value in kwargs.items() if name in accepted}
+    return {name: value for name, value in kwargs.items() if name in _DEFAULTS}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -32,12 +32,13 @@ from scale_core.parameters import MemoryRange, check_memory_unshared, copy_attri
 from scale_core.quantization.float8_weights import Float8Weight, plain_parameter
 from scale_core.shard import check_undivided, on_local_tensors, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor, set_shard
-from scale_fsdp.api import AtomChoice, UnitOptions, resolve_placement, resolve_precision
-from scale_fsdp.communication import CommunicationPolicy, looks_like_embedding, unquantized_params
+from scale_fsdp.api import UnitOptions, resolve_placement, resolve_precision
+from scale_fsdp.communication import looks_like_embedding, unquantized_params
 from scale_fsdp.fsdp_module import shadowed_name, sharded_class
 from scale_fsdp.mesh_info import resolve_mesh_info
+from scale_fsdp.options import Init, ShardOptions
 from scale_fsdp.reshard.convert import convert_buffers
-from scale_fsdp.reshard.meta_init import Init, check_init, materialize, should_initialize
+from scale_fsdp.reshard.meta_init import materialize, should_initialize
 from scale_fsdp.runtime.fast_path import keep_fast_path
 from scale_fsdp.runtime.param_registry import (
     ParamModuleInfo,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
 
 
-@checked_arguments(own="module reshard_after_forward dp_mesh_dims error_if_nonfinite init communication")
+@checked_arguments(own="module reshard_after_forward dp_mesh_dims")
 @renamed_arguments(
     process_group="mesh=, which takes a DeviceMesh or a process group",
     mixed_precision="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
@@ -69,6 +70,7 @@ M = TypeVar("M", bound="nn.Module | Sequence[nn.Module]")
     move_grads_to_cpu="offload_policy=CPUOffloadPolicy(), or FullyShardedDataParallel(module, move_grads_to_cpu=...)",
     state_dict_device="full_state_dict(model, device=...) where the state is taken",
     state_dict_on_rank_0_only="full_state_dict(model, rank_0_only=True) where the state is taken",
+    **{field.name: f"options=ShardOptions({field.name}=...)" for field in fields(ShardOptions)},
 )
 def fully_shard(
     module: M,
@@ -80,16 +82,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
     dp_mesh_dims: object = None,
-    flatten_parameters: bool = False,
-    atom: AtomChoice = "auto",
-    buffer_dtype: torch.dtype | None = None,
-    compute_device: torch.device | str | None = None,
-    init: Init = None,
-    sync_module_states: bool = True,
-    limit_seconds: float | None = None,
-    error_if_nonfinite: bool = False,
-    check_replicas_every: int | None = None,
-    communication: CommunicationPolicy | None = None,
+    options: ShardOptions | None = None,
 ) -> M:
     """Shards a module's parameters over the ranks, in place, as one unit; returns the same module.
 
@@ -107,8 +100,7 @@ def fully_shard(
         >>> model(torch.randn(3, 4)).sum().backward()
         >>> optimizer.step()
 
-    The first arguments are those of `torch.distributed.fsdp.fully_shard`; those from `flatten_parameters` on are
-    scale-fsdp's own.
+    The arguments are those of `torch.distributed.fsdp.fully_shard`, and `options` for all that is scale-fsdp's own.
 
     Args:
         module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
@@ -129,32 +121,7 @@ def fully_shard(
         shard_placement_fn: FSDP2's choice of the dimension that a parameter is cut along, `Shard(dim)` or None. It has
             no effect, and warns: the unit's one buffer is cut between rows or elements. No result depends on it.
         dp_mesh_dims: None alone, FSDP2's default; `mesh` has the dimensions of data parallelism and no others.
-        flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
-            one local shard per parameter.
-        atom: The block that is never cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)`, or a
-            function from a parameter's name and shape to one of them.
-        buffer_dtype: Of the module's floating-point buffers. None leaves them, which is right nearly always: rotary
-            frequencies and running statistics don't survive half precision.
-        compute_device: Where to compute. None is the mesh's accelerator, or where the parameters are or, for shards on
-            the host, this rank's accelerator.
-        init: Initializes parameters and buffers on the meta device, in memory where the unit computes that is freed
-            again once they are sharded. None is each module's own `reset_parameters`; a function is called with each
-            module that directly has such parameters or buffers. False leaves the shards on meta and sends nothing:
-            then `model.to_empty(device=...)` gives them memory, and a checkpoint or the modules' `reset_parameters()`
-            their values. If `fully_shard` is called under `torch.device("meta")`, None is False.
-        sync_module_states: Begin with rank 0's parameters and buffers on all ranks. Where it is off, all ranks must
-            have built equal ones.
-        limit_seconds: The longest that a rank waits for another one before all of them raise. None is the process
-            group's own time limit, at most ten minutes. The outermost unit's counts.
-        error_if_nonfinite: Abort a training step, on all ranks, in which an output of a unit or a local gradient is
-            infinite or NaN on one of them; the error there, a FloatingPointError, names rank, unit and parameter. It
-            costs one more read of all of these, and two waits for the device per step. Not together with a gradient
-            scaler, which needs infinite gradients to find its scale. The outermost unit's counts.
-        check_replicas_every: With hybrid sharding, after how many training passes the copies of the shards are
-            compared, beginning with the first; 0 is never. None is 100, or the value of `SCALE_CHECK_REPLICAS_EVERY`. A
-            difference is a `DivergenceError`. The outermost unit's counts.
-        communication: A `CommunicationPolicy`: parameters and gradients are sent in 8 or 4 bits. Losses are then no
-            longer those of plain PyTorch, but near them.
+        options: A `ShardOptions` with what torch has no argument for; None is its defaults.
 
     Raises:
         TypeError: An argument of the wrong kind, or under a name that FairScale has given it.
@@ -169,41 +136,37 @@ def fully_shard(
             f"fully_shard: expected dp_mesh_dims to be None, got {dp_mesh_dims!r}; write mesh= with the data parallel "
             'dimensions alone, such as mesh=mesh["replicate", "shard"]'
         )
+    options = options or ShardOptions()
     argument: Any = module
     is_list = isinstance(argument, list | tuple)
-    modules = check_modules(argument if is_list else [argument], flatten_parameters)
-    check_init(init)
+    modules = check_modules(argument if is_list else [argument], options.flatten_parameters)
     ignored = ignored_params or set()
     if shard_placement_fn is not None:
         check_shard_placements(modules, shard_placement_fn, ignored)
     mesh_info = resolve_mesh_info(mesh)
-    if init is None and stays_on_meta(modules, ignored):
-        init = False
-    options = UnitOptions(
+    if options.init is None and stays_on_meta(modules, ignored):
+        options = replace(options, init=False)
+    unit_options = UnitOptions.of(
+        options,
         mesh_info,
-        resolve_precision(mp_policy, buffer_dtype),
-        resolve_placement(offload_policy, compute_device, mesh, mesh_info),
-        reshard_after_forward,
-        flatten_parameters,
-        atom,
-        limit_seconds,
-        error_if_nonfinite=error_if_nonfinite,
-        check_replicas_every=check_replicas_every,
-        communication=communication,
+        resolve_precision(mp_policy, options.buffer_dtype),
+        resolve_placement(offload_policy, options.compute_device, mesh, mesh_info),
+        reshard_after_forward=reshard_after_forward,
     )
-    shard_modules(modules, options, init, sync=sync_module_states, ignored=ignored)
-    if options.placement.stays_on_host(modules, mesh_info):
+    shard_modules(modules, unit_options, options.init, sync=options.sync_module_states, ignored=ignored)
+    if unit_options.placement.stays_on_host(modules, mesh_info):
         warnings.warn(
             f"fully_shard: {type(modules[0]).__name__} is on the CPU and computes there, but its ranks communicate by "
             f"{mesh_info.whole.backend}: write fully_shard(module.cuda()), or mesh=init_device_mesh('cuda', (size,)), "
-            "which moves it as FSDP2 does; with compute_device='cpu' this warning is gone",
+            "which moves it as FSDP2 does; with "
+            "options=ShardOptions(compute_device='cpu') this warning is gone",
             UserWarning,
             stacklevel=2,
         )
     if shard_placement_fn is not None:
         warnings.warn(
             "shard_placement_fn has no effect here: parameters of a unit stand one after another in one buffer, which "
-            "is cut between rows or elements; atom= says what must not be cut",
+            "is cut between rows or elements; options=ShardOptions(atom=...) says what must not be cut",
             UserWarning,
             stacklevel=2,
         )
@@ -370,8 +333,8 @@ def _plain_weights(
         if weight is not None and info.param.is_meta and init is not False:
             raise ValueError(
                 f"'{info.name}' is an fp8 weight of torchao on the meta device, and fully_shard initializes plain "
-                "tensors: write fully_shard(..., init=False), then model.to_empty(device=...), and load a checkpoint; "
-                "or initialize the model before convert_to_float8_training"
+                "tensors: write fully_shard(..., options=ShardOptions(init=False)), then model.to_empty(device=...), "
+                "and load a checkpoint; or initialize the model before convert_to_float8_training"
             )
         if weight is not None and info.param not in plain:
             plain[info.param] = plain_parameter(info.param)
@@ -391,8 +354,8 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
         if info.param.is_meta and init is not False:
             raise ValueError(
                 f"'{info.name}' is a DTensor on the meta device, and fully_shard initializes full tensors: write "
-                "fully_shard(..., init=False), then model.to_empty(device=...), and load a checkpoint; or initialize "
-                "the model before parallelize_module"
+                "fully_shard(..., options=ShardOptions(init=False)), then model.to_empty(device=...), and load a "
+                "checkpoint; or initialize the model before parallelize_module"
             )
         pieces[info.param] = local_parameter(info.param)
         set_shard(pieces[info.param], spec.shard(info.name))
@@ -471,7 +434,7 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
             raise ValueError(
                 f"a hook is registered on '{info.name}', whose place a shard takes, so it would never be called: "
                 "remove it before fully_shard(...); see gradients before they are reduced by "
-                "scale_core.register_local_grad_hook(...), and after it by "
+                "scale_core.hooks.autograd.register_local_grad_hook(...), and after it by "
                 "param.register_post_accumulate_grad_hook(...) on what model.parameters() then yields, or in param.grad"
             )
 
@@ -538,7 +501,7 @@ def _make_buffers(
         weights = [float8[param] for param in named] if is_float8 else []
         if wire is not None and weights:
             wire = replace(wire, gather=None)  # As torchao casts them, they have a byte each already.
-        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten, devices, wire, weights)
+        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten_parameters, devices, wire, weights)
         buffers.append(buffer)
         where.update({param: (buffer, index) for index, param in enumerate(named)})
     slots = [ParamSlot(info.module, info.attribute, *where[info.param]) for info in own]
@@ -556,7 +519,7 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 
 def _install(unit: Unit) -> None:
     """Sets the modules' classes, and the unit's hooks."""
-    if unit.options.flatten:
+    if unit.options.flatten_parameters:
         for number, buffer in enumerate(unit.buffers):
             unit.module.register_parameter(flat_param_name(number), buffer.sharded_params[0])
     for module in unit.modules:

@@ -22,7 +22,7 @@ from scale_lightning.optimizers import (
     use_sharded_scaler,
     whole_optimizer_state,
 )
-from scale_lightning.options import CheckpointOptions, FSDPOptions, OSSOptions, ShardedDDPOptions
+from scale_lightning.options import CheckpointOptions, FSDPOptions, OSSStrategyOptions, ShardedDDPOptions
 from scale_lightning.trainer import move_to, shard
 from scale_oss import ShardedDataParallel
 
@@ -170,7 +170,7 @@ class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
         return full_state_dict(module, rank_0_only=True, device="cpu")
 
 
-class FabricScaleOSSStrategy(OSSOptions, _FabricShardedCheckpoints):
+class FabricScaleOSSStrategy(OSSStrategyOptions, _FabricShardedCheckpoints):
     """Optimizer state sharding for Fabric: `DistributedDataParallel` averages, and `OSS` steps (ZeRO-1)."""
 
     def setup_module(self, module: nn.Module) -> Any:

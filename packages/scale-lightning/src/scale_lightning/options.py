@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from scale_fsdp import ShardOptions
 from scale_lightning.checkpoints import StateDictType, check_state_dict_type
 
 if TYPE_CHECKING:
@@ -72,13 +73,14 @@ class FSDPOptions(CheckpointOptions):
             state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
                 load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
             **options: Of Lightning's `DDPStrategy`, such as `timeout` and `process_group_backend`; all others are
-                those of `fully_shard`.
+                those of `fully_shard`, with `options=ShardOptions(...)`.
 
         Raises:
-            ValueError: An unknown `state_dict_type`, or `flatten_parameters`, whose optimizer has no names.
+            ValueError: An unknown `state_dict_type`, or `flatten_parameters` in the options, whose optimizer has no
+                names.
         """
         lightnings, self._shard_options = _split(options)
-        if self._shard_options.get("flatten_parameters"):
+        if (self._shard_options.get("options") or ShardOptions()).flatten_parameters:
             raise ValueError(
                 "flatten_parameters=True merges parameters, so that a checkpoint can't name the optimizer's state: "
                 "leave it out"
@@ -87,14 +89,14 @@ class FSDPOptions(CheckpointOptions):
         self._policy = auto_wrap_policy
 
 
-class OSSOptions(CheckpointOptions):
+class OSSStrategyOptions(CheckpointOptions):
     """Options of `OSS`."""
 
     def __init__(self, *, oss_options: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Says what is sharded, how, and what a checkpoint is.
 
         Args:
-            oss_options: Arguments of `OSS`, such as `elementwise` or `broadcast_fp16`.
+            oss_options: Arguments of `OSS`, such as `broadcast_fp16` or `options`.
             **options: `state_dict_type`, as of `scale_fsdp`; all others are those of Lightning's `DDPStrategy` and so
                 of `DistributedDataParallel`.
 
@@ -105,7 +107,7 @@ class OSSOptions(CheckpointOptions):
         self._oss_options = dict(oss_options or {})
 
 
-class ShardedDDPOptions(OSSOptions):
+class ShardedDDPOptions(OSSStrategyOptions):
     """Options of `ShardedDataParallel` and of `OSS`."""
 
     def __init__(
@@ -120,7 +122,7 @@ class ShardedDDPOptions(OSSOptions):
         Args:
             state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
                 load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
-            oss_options: Arguments of `OSS`, such as `elementwise` or `broadcast_fp16`.
+            oss_options: Arguments of `OSS`, such as `broadcast_fp16` or `options`.
             **options: Of Lightning's `DDPStrategy`, such as `timeout`; all others are those of `ShardedDataParallel`.
                 Here `overlap_gather` is False unless it is given: callbacks read parameters past the wrapper.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,13 +22,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from scale_fsdp import (
-    full_state_dict,
-    fully_shard,
-    fully_shard_modules,
-    get_fsdp_instances,
-    register_fsdp_forward_method,
-)
+from scale_fsdp import ShardOptions, full_state_dict, fully_shard, fully_shard_modules, register_fsdp_forward_method
+from scale_fsdp.wrapping.auto_wrap import get_fsdp_instances
 from scale_lightning.checkpoints import load_sharded, save_sharded
 from scale_lightning.optimizers import (
     as_oss,
@@ -36,7 +32,7 @@ from scale_lightning.optimizers import (
     use_sharded_scaler,
     whole_optimizer_state,
 )
-from scale_lightning.options import CheckpointOptions, FSDPOptions, OSSOptions, ShardedDDPOptions
+from scale_lightning.options import CheckpointOptions, FSDPOptions, OSSStrategyOptions, ShardedDDPOptions
 from scale_oss import ShardedDataParallel
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -171,7 +167,7 @@ class ScaleFSDPStrategy(FSDPOptions, _ShardedCheckpoints):
         return full_state_dict(self._module, rank_0_only=True, device="cpu")
 
 
-class ScaleOSSStrategy(OSSOptions, _ShardedCheckpoints):
+class ScaleOSSStrategy(OSSStrategyOptions, _ShardedCheckpoints):
     """Optimizer state sharding for the Trainer: `DistributedDataParallel` averages, and `OSS` steps (ZeRO-1).
 
     The optimizers of `configure_optimizers` become `OSS` of the same class, groups and settings, in schedulers too; one
@@ -234,7 +230,10 @@ def shard(module: nn.Module, device: torch.device, policy: Any, options: Mapping
     """Returns the module with what it has outside of units sharded; one that is a unit already, as it is."""
     if module in get_fsdp_instances(module):
         return module
-    options = {"compute_device": device, **options}
+    shard_options = options.get("options") or ShardOptions()
+    if shard_options.compute_device is None:
+        shard_options = replace(shard_options, compute_device=device)
+    options = {**options, "options": shard_options}
     move_to(module, device)
     return fully_shard(module, **options) if policy is None else fully_shard_modules(module, policy, **options)
 

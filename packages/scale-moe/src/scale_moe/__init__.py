@@ -11,12 +11,10 @@ Each line imports only from those above it.
 
 import logging
 
-from scale_moe.experts import Experts, divide_gradient
+from scale_moe.experts import Experts
 from scale_moe.gradients import average_replicated_gradients
 from scale_moe.moe import Balance, ExpertChoice, MoE, TokenChoice
 from scale_moe.parallelize import parallelize_experts
-from scale_moe.routing import Routing
-from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
@@ -26,14 +24,9 @@ __all__ = [
     "ExpertChoice",
     "Experts",
     "MoE",
-    "Routing",
     "TokenChoice",
     "average_replicated_gradients",
-    "combine",
-    "dispatch",
-    "divide_gradient",
     "parallelize_experts",
-    "plan_dispatch",
 ]
 
 for _name in __all__:

@@ -194,7 +194,7 @@ def _check(model: nn.Module, found: dict[str, nn.Module]) -> None:
         raise ValueError(
             f"parallelize_experts: {type(model).__name__} has no modules of experts, with num_experts, parameters "
             "[num_experts, ...] and a forward of (hidden_states, indices, weights): build layers with scale_moe.MoE, "
-            "or divide experts that compute with rows of tokens by scale_moe.dispatch and combine"
+            "or divide experts that compute with rows of tokens by scale_moe.token_dispatcher.dispatch and combine"
         )
     for path, module in found.items():
         for name, param in module.named_parameters(recurse=False):

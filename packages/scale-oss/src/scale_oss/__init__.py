@@ -1,6 +1,6 @@
 """Optimizer state sharding and ShardedDataParallel (ZeRO-1 and ZeRO-2) for PyTorch.
 
-`oss` is the optimizer, `sharded_ddp` the model around it; read these first. Below them:
+`oss` is the optimizer, `sharded_ddp` the model around it, `options` what they take; read these first. Below them:
 
 - `buckets`: which rank updates which parameters, in flat memory;
 - `reducer`, `grad_accumulation`: gradients reduced in the backward pass, aborted, or accumulated;
@@ -11,18 +11,26 @@
 
 import logging
 
-from scale_core.errors import StepError
 from scale_oss.chained_optimizer import SplitOptimizer, split_by
 from scale_oss.local_sgd import LocalSGD
+from scale_oss.options import LocalSGDOptions, OSSOptions, OuterStep
 from scale_oss.oss import OSS
 from scale_oss.sharded_ddp import ShardedDataParallel
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
-__all__ = ["OSS", "LocalSGD", "ShardedDataParallel", "SplitOptimizer", "StepError", "split_by"]
+__all__ = [
+    "OSS",
+    "LocalSGD",
+    "LocalSGDOptions",
+    "OSSOptions",
+    "OuterStep",
+    "ShardedDataParallel",
+    "SplitOptimizer",
+    "split_by",
+]
 
 for _name in __all__:  # Tracebacks and documentation show the path by which people import.
-    if globals()[_name].__module__.startswith(__name__):  # `StepError` is scale-core's.
-        globals()[_name].__module__ = __name__
+    globals()[_name].__module__ = __name__
 del _name

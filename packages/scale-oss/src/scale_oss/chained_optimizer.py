@@ -14,7 +14,8 @@ from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_core.shard import full_shape
 from scale_core.state.param_ownership import ParamSlice, flat_buffer_of
-from scale_oss.oss import BUCKET_NUMEL, OSS, clip_grads_of
+from scale_oss.options import OSSOptions
+from scale_oss.oss import OSS, clip_grads_of
 from scale_oss.state_dict import StateByParam
 
 OptimizerSpec = tuple[type[Optimizer], Mapping[str, Any]]  # a class and its arguments
@@ -30,8 +31,7 @@ def split_by(
     *,
     other_names: Sequence[str] = (),
     process_group: GroupLike = None,
-    bucket_numel: int = BUCKET_NUMEL,
-    limit_seconds: float | None = None,
+    options: OSSOptions | None = None,
 ) -> SplitOptimizer:
     r"""Gives the hidden matrices of a model to one optimizer and all its other parameters to another.
 
@@ -58,8 +58,7 @@ def split_by(
         other: That for all else.
         other_names: Regular expressions; a parameter in whose name one is found goes to `other`.
         process_group: As in `OSS`.
-        bucket_numel: As in `OSS`.
-        limit_seconds: As in `OSS`.
+        options: As in `OSS`, for both.
 
     Returns:
         One optimizer. A loop has one, and so have its scheduler, its scaler and its checkpoints; and gradients are
@@ -84,8 +83,7 @@ def split_by(
             params,
             recipes[kind][0],
             process_group,
-            bucket_numel=bucket_numel,
-            limit_seconds=limit_seconds,
+            options=options,
             **dict(recipes[kind][1]),
         )
         for kind, params in sorted_params.items()

@@ -55,14 +55,14 @@ def check_call(name: str, inner: Optimizer, arguments: Iterable[Any], *, togethe
         raise RuntimeError(
             f"OSS: {kind}.{name}() is not supported, because it would see this rank's part of the parameters only. If "
             "it looks at all tensors, as the norm of SAM does, let one rank update all of them: "
-            f"OSS(model.parameters(), {kind}, together=True, ...). If this rank's part is meant, call "
-            f"optimizer.optim.{name}(...)"
+            f"OSS(model.parameters(), {kind}, options=OSSOptions(together=True), ...). If this rank's part is meant, "
+            f"call optimizer.optim.{name}(...)"
         )
     if reassembles:
         raise RuntimeError(
             f"OSS: {kind}.{name}() is not supported over shards of a model, because {kind} gets their full tensors for "
             f"the step only. If it updates each element by itself, build OSS(model.parameters(), {kind}, "
-            "elementwise=True, ...), which works on the shards"
+            "options=OSSOptions(elementwise=True), ...), which works on the shards"
         )
     if together and any(map(callable, arguments)):
         raise RuntimeError(

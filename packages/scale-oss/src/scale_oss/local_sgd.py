@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,11 @@ from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import Placement, Shard, check_undivided, on_local_tensors, shard_of
 from scale_oss.buckets.partition import cut_evenly
+from scale_oss.options import LocalSGDOptions, OuterStep, check_count
 from scale_oss.sharded_ddp import ShardedDataParallel
 
 if TYPE_CHECKING:
     from scale_core.state.local_shard import LocalShard  # It loads torch.distributed.checkpoint, for states alone.
-
-InnerState: TypeAlias = Literal["maintain", "reset", "average"]
 
 
 class LocalSGD:
@@ -50,10 +49,10 @@ class LocalSGD:
     the outer step is, element by element:
 
         d = (x - mean of y) / lr                                                  (lr is 1 unless `scale_by_lr`)
-        u = outer_momentum * u + d
-        x = x - outer_lr * lr * (d + outer_momentum * u if nesterov else u)
+        u = outer.momentum * u + d
+        x = x - outer.lr * lr * (d + outer.momentum * u if nesterov else u)
 
-    Without momentum and with `outer_lr` 1 that is the plain average, as in local SGD (arXiv 1805.09767). SlowMo (arXiv
+    Without momentum and with `outer.lr` 1 that is the plain average, as in local SGD (arXiv 1805.09767). SlowMo (arXiv
     1910.00643, algorithm 1) divides by lr, and DiLoCo (arXiv 2311.08105, algorithm 1) has Nesterov's momentum: `slowmo`
     and `diloco` make these.
 
@@ -65,16 +64,9 @@ class LocalSGD:
         model: The module, with its parameters on their device. Its values on the first rank are sent to all.
         optimizer: The inner optimizer, of parameters of the model.
         sync_every: After how many steps of it the outer step comes.
-        outer_lr: Above 0.
-        outer_momentum: From 0 to below 1.
-        nesterov: Take Nesterov's momentum.
-        scale_by_lr: Divide and multiply by lr, so that u keeps its meaning while a schedule changes lr.
-        inner_state: The fate of the inner optimizer's state in an outer step: each rank's stays ("maintain"), it
-            begins again ("reset"), or is averaged where it has the parameter's shape ("average").
+        outer: The outer step, see `OuterStep`; None is the plain average.
         process_group: The ranks that train on their own; None is the default group.
-        broadcast_buffers: Give all ranks the first one's buffers in each outer step, as DistributedDataParallel does.
-        bucket_numel: How many elements are sent together; a rank needs memory for so many in an outer step.
-        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        options: The inner optimizer's state, buffers and messages: see `LocalSGDOptions`.
 
     Attributes:
         num_syncs: How many outer steps there were.
@@ -93,47 +85,41 @@ class LocalSGD:
         optimizer: Optimizer,
         *,
         sync_every: int,
-        outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
-        nesterov: bool = False,
-        scale_by_lr: bool = False,
-        inner_state: InnerState = "maintain",
+        outer: OuterStep | None = None,
         process_group: GroupLike = None,
-        broadcast_buffers: bool = True,
-        bucket_numel: int = 25_000_000,
-        limit_seconds: float | None = None,
+        options: LocalSGDOptions | None = None,
     ) -> None:
-        _check_options(sync_every, outer_lr, outer_momentum, nesterov, inner_state, bucket_numel)
+        check_count("LocalSGD", "sync_every", sync_every)
+        outer, options = outer or OuterStep(), options or LocalSGDOptions()
         while isinstance(model, DistributedDataParallel | ShardedDataParallel):
             model = model.module
         self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
-        self.outer_lr, self.outer_momentum, self.nesterov = outer_lr, outer_momentum, nesterov
-        self.scale_by_lr, self.inner_state, self.broadcast_buffers = scale_by_lr, inner_state, broadcast_buffers
+        self.outer, self.inner_state, self.broadcast_buffers = outer, options.inner_state, options.broadcast_buffers
         self.group = group_of(process_group)
         self.num_syncs = self.steps_since_sync = 0
         names = _names_of(model, optimizer, self.group)
-        if scale_by_lr and not all("lr" in group for group in optimizer.param_groups):
+        if outer.scale_by_lr and not all("lr" in group for group in optimizer.param_groups):
             raise ValueError(
-                f"LocalSGD(scale_by_lr=True): expected a learning rate 'lr' in each parameter group, and "
+                f"OuterStep(scale_by_lr=True): expected a learning rate 'lr' in each parameter group, and "
                 f"{type(optimizer).__name__} has none in some: leave scale_by_lr out"
             )
-        self._contract = Contract(self.group, limit_seconds)
+        self._contract = Contract(self.group, options.limit_seconds)
         self._contract.check_equal(
             "what was given to LocalSGD",
             [
-                f"{sync_every=}, {outer_lr=}, {outer_momentum=}, {nesterov=}, {scale_by_lr=}, {inner_state=}",
-                f"{broadcast_buffers=}, {bucket_numel=}",
+                f"{sync_every=}, {outer}, inner_state={options.inner_state!r}",
+                f"broadcast_buffers={options.broadcast_buffers}, bucket_numel={options.bucket_numel}",
                 *(f"{name} {tuple(param.shape)} {param.dtype}" for param, name in names.items()),
             ],
         )
         self._buckets = [
-            _OuterBucket(params, [names[param] for param in params], self.group, number, bool(outer_momentum))
-            for number, params in enumerate(_in_buckets(list(names), bucket_numel))
+            _OuterBucket(params, [names[param] for param in params], self.group, number, bool(outer.momentum))
+            for number, params in enumerate(_in_buckets(list(names), options.bucket_numel))
         ]
         self._broadcast([*model.parameters(), *model.buffers()])
         for bucket in self._buckets:
             bucket.take_changes()
-        if inner_state == "maintain":
+        if options.inner_state == "maintain":
             optimizer.is_per_rank = True  # type: ignore[attr-defined]  # `scale_snapshot` saves each rank's.
         optimizer.register_step_pre_hook(self._before_inner_step)
         optimizer.register_step_post_hook(self._after_inner_step)
@@ -147,11 +133,12 @@ class LocalSGD:
         sync_every: int = 48,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.5,
-        **options: Any,
+        process_group: GroupLike = None,
+        options: LocalSGDOptions | None = None,
     ) -> Self:
         """SlowMo (arXiv 1910.00643): slow momentum over differences in units of the learning rate."""
-        outer: Any = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "scale_by_lr": True}
-        return cls(model, optimizer, sync_every=sync_every, **outer, **options)
+        outer = OuterStep(outer_lr, outer_momentum, scale_by_lr=True)
+        return cls(model, optimizer, sync_every=sync_every, outer=outer, process_group=process_group, options=options)
 
     @classmethod
     def diloco(
@@ -162,11 +149,12 @@ class LocalSGD:
         sync_every: int = 500,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        **options: Any,
+        process_group: GroupLike = None,
+        options: LocalSGDOptions | None = None,
     ) -> Self:
         """DiLoCo (arXiv 2311.08105): Nesterov's momentum over differences; the inner optimizer is AdamW there."""
-        outer: Any = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": True}
-        return cls(model, optimizer, sync_every=sync_every, **outer, **options)
+        outer = OuterStep(outer_lr, outer_momentum, nesterov=True)
+        return cls(model, optimizer, sync_every=sync_every, outer=outer, process_group=process_group, options=options)
 
     @torch.no_grad()
     @on_local_tensors
@@ -183,13 +171,13 @@ class LocalSGD:
         took = f"{self.steps_since_sync} steps after outer step {self.num_syncs}"
         self._contract.check_equal("LocalSGD.sync()", [took, *states])
         lrs = {
-            id(param): float(group["lr"]) if self.scale_by_lr else 1.0
+            id(param): float(group["lr"]) if self.outer.scale_by_lr else 1.0
             for group in self.optimizer.param_groups
             for param in group["params"]
         }
         for bucket in self._buckets:
             mean = bucket.mean(bucket.params, self._contract, "parameters")
-            bucket.step(mean, lrs, self.outer_lr, self.outer_momentum, nesterov=self.nesterov)
+            bucket.step(mean, lrs, self.outer.lr, self.outer.momentum, nesterov=self.outer.nesterov)
             bucket.gather(bucket.slow, bucket.params, self._contract, "parameters")
             for key, tensors in states.items():
                 of_bucket = [tensors[param] for param in bucket.params]
@@ -233,7 +221,7 @@ class LocalSGD:
         if missing := sorted({*local_state, "num_syncs"} - state_dict.keys()):
             raise ValueError(
                 f"LocalSGD.load_state_dict: expected an entry '{missing[0]}', and there are {len(state_dict)} others: "
-                "load what local_sgd.state_dict() of the same model has returned, with the same outer_momentum"
+                "load what local_sgd.state_dict() of the same model has returned, with the same outer.momentum"
             )
         for key, part in local_state.items():
             loaded = state_dict[key]
@@ -371,24 +359,6 @@ class _OuterBucket:
 
     def _event(self, phase: str) -> Event:
         return Event(phase, f"LocalSGD's bucket {self._number}")
-
-
-def _check_options(
-    sync_every: int, outer_lr: float, outer_momentum: float, nesterov: bool, inner_state: str, bucket_numel: int
-) -> None:
-    counts: dict[str, Any] = {"sync_every": sync_every, "bucket_numel": bucket_numel}
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"LocalSGD: expected {name} to be an integer of at least 1, got {value!r}")
-    if not outer_lr > 0:
-        raise ValueError(f"LocalSGD: expected outer_lr above 0, got {outer_lr}; 1.0 takes the average as it is")
-    if not 0 <= outer_momentum < 1:
-        raise ValueError(f"LocalSGD: expected outer_momentum from 0 to below 1, got {outer_momentum}")
-    if nesterov and not outer_momentum:
-        raise ValueError("LocalSGD(nesterov=True): expected outer_momentum above 0, got 0: pass outer_momentum=0.9")
-    if inner_state not in get_args(InnerState):
-        choices = ", ".join(map(repr, get_args(InnerState)))
-        raise ValueError(f"LocalSGD: expected inner_state to be one of {choices}, got {inner_state!r}")
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer, group: Group) -> dict[nn.Parameter, str]:

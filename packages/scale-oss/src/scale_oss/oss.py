@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -39,13 +40,12 @@ from scale_oss.buckets.full_param_bucket import FullParamBucket
 from scale_oss.buckets.state_placement import ranks_of_shards
 from scale_oss.inner_methods import check_call, inner_attribute
 from scale_oss.inner_step import call_on_one_rank, copy_options, failure_of, raise_on_all_ranks, step_in_turn
+from scale_oss.options import OSSOptions
 from scale_oss.piece_gradient import raise_unreduced
 from scale_oss.state_dict import OSSStateDictMixin, StateByParam
 
 _MASTER = "master_param"
 _logger = logging.getLogger(__name__)
-
-BUCKET_NUMEL = 2**22  # Elements of a bucket, 16 MB of fp32: enough for full speed, small against a model.
 
 
 class OSS(OSSStateDictMixin):
@@ -76,18 +76,7 @@ class OSS(OSSStateDictMixin):
         broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
             parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
             attribute. Pieces of shards are sent as they are.
-        elementwise: Whether `optim` updates each element by itself, so that tensors may be cut. None is the answer
-            known of torch.optim's own classes; of any other class, False: right for all that look at one tensor at a
-            time.
-        together: Whether `optim` looks at all tensors together, as Prodigy and D-Adaptation do, which estimate one step
-            size. Then the first rank updates all of them and has all of the state: nothing is shared out, and results
-            are right. Not for shards.
-        bucket_numel: Elements that are sent together; of shards that are put together for the step, elements that each
-            rank gets at a time.
-        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
-        check_replicas_every: After how many steps all ranks compare that they hold equal parameters, beginning with the
-            first; 0 is never. None is 100, or the value of `SCALE_CHECK_REPLICAS_EVERY`. With `ShardedDataParallel` all
-            parameters of its module are compared. A difference is a `DivergenceError`, before the step.
+        options: How the optimizer is divided between ranks: see `OSSOptions`.
         **defaults: Arguments of `optim`; the `defaults` of one that was built will do, too.
 
     Attributes:
@@ -103,7 +92,10 @@ class OSS(OSSStateDictMixin):
     """
 
     @checked_arguments(own="optim")
-    @renamed_arguments(group="process_group=")
+    @renamed_arguments(
+        group="process_group=",
+        **{field.name: f"options=OSSOptions({field.name}=...)" for field in fields(OSSOptions)},
+    )
     def __init__(
         self,
         params: Iterable[Any],
@@ -111,21 +103,18 @@ class OSS(OSSStateDictMixin):
         process_group: GroupLike = None,
         *,
         broadcast_fp16: bool = False,
-        elementwise: bool | None = None,
-        together: bool = False,
-        bucket_numel: int = BUCKET_NUMEL,
-        limit_seconds: float | None = None,
-        check_replicas_every: int | None = None,
+        options: OSSOptions | None = None,
         **defaults: Any,
     ) -> None:
         refuse_inference_mode("OSS")
+        options = options or OSSOptions()
+        elementwise, self.together = options.elementwise, options.together
         is_known_elementwise = is_elementwise(optim)
-        check_kind(optim, elementwise=elementwise, together=together)
-        self.elementwise = (is_known_elementwise and not together) if elementwise is None else elementwise
-        self.together = together
+        check_kind(optim, elementwise=elementwise, together=self.together)
+        self.elementwise = (is_known_elementwise and not self.together) if elementwise is None else elementwise
         self._broadcast_fp16 = broadcast_fp16
-        self._bucket_numel = bucket_numel
-        self._check_every = check_interval(check_replicas_every)
+        self._bucket_numel = options.bucket_numel
+        self._check_every = check_interval(options.check_replicas_every)
         self._num_steps = 0
         self._optim_class = optim
         self._built = False
@@ -136,7 +125,7 @@ class OSS(OSSStateDictMixin):
         super().__init__(params, dict(defaults))
         self.shard_group = ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group)
         check_no_layer_shards(self.param_groups, self.shard_group)
-        self.contract = Contract(self.shard_group, limit_seconds)
+        self.contract = Contract(self.shard_group, options.limit_seconds)
         self.recorded_steps = self.contract.recorded_steps
         self._check_same_arguments()
         self._assigner = BucketAssigner(
@@ -145,8 +134,8 @@ class OSS(OSSStateDictMixin):
             optim.__name__,
             next_unique_id("OSS", self.shard_group),
             elementwise=self.elementwise,
-            together=together,
-            bucket_numel=bucket_numel,
+            together=self.together,
+            bucket_numel=options.bucket_numel,
         )
         self.buckets = self._assigner.replicated
         self.contract.named_params = functools.partial(_named_params, self.buckets)

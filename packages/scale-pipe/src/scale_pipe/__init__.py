@@ -1,33 +1,29 @@
-"""Pipeline parallelism for PyTorch: schedules that are computed, checked and seen."""
+"""Pipeline parallelism for PyTorch: schedules that are computed, checked and seen.
+
+On top stands what programs train with. `schedules/` has the schedules as functions (`classic`, `zero_bubble`), their
+checks (`validate`), simulation and drawings (`visualize`); a pipeline takes most of them by name.
+"""
 
 import importlib
 import logging
 import typing
 
-from scale_pipe.schedules.action import Action, Kind, TimedAction
-from scale_pipe.schedules.classic import gpipe, interleaved_1f1b, looped_breadth_first, one_forward_one_backward
 from scale_pipe.schedules.cost_model import Costs
-from scale_pipe.schedules.lowering import build_schedule
-from scale_pipe.schedules.placement import StagePlacement
-from scale_pipe.schedules.schedule import DeadlockError, MemoryCapError, Schedule, ScheduleError
-from scale_pipe.schedules.validate import validate
-from scale_pipe.schedules.zero_bubble import dual_pipe_v, v_half, v_min, zb_h1, zb_v
+from scale_pipe.schedules.schedule import Schedule
 
 if typing.TYPE_CHECKING:
     from scale_pipe.batch_norm import DeferredBatchNorm
     from scale_pipe.distributed.errors import StageError
+    from scale_pipe.distributed.options import PipelineOptions
     from scale_pipe.distributed.pipe import DistributedPipe
     from scale_pipe.microbatch import NoChunk
-    from scale_pipe.module_split.placeholder_tensor import PlaceholderTensorError
     from scale_pipe.module_split.replay import SplitError
     from scale_pipe.module_split.split import shared_parameters, split
     from scale_pipe.one_process.pipe import Pipe
-    from scale_pipe.partition.balance import balance_by_makespan, balance_by_size, balance_by_time
+    from scale_pipe.partition.balance import balance_by_size, balance_by_time
     from scale_pipe.partition.profile import profile_stages
-    from scale_pipe.schedules.simulation import ScheduleSimulation, simulate
-    from scale_pipe.schedules.solver.bounds import Bound, RankBound, lower_bound
-    from scale_pipe.schedules.solver.solver import Solution, solve
-    from scale_pipe.schedules.visualize import chrome_trace, draw, save_chrome_trace, save_drawing
+    from scale_pipe.schedules.simulation import simulate
+    from scale_pipe.schedules.solver.solver import solve
     from scale_pipe.skip.layout import verify_skippables
     from scale_pipe.skip.namespace import Namespace, pop, stash
     from scale_pipe.skip.skippable import skippable
@@ -36,55 +32,27 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __version__ = "2026.11.0"
 __all__ = [
-    "Action",
-    "Bound",
     "Costs",
-    "DeadlockError",
     "DeferredBatchNorm",
     "DistributedPipe",
-    "Kind",
-    "MemoryCapError",
     "Namespace",
     "NoChunk",
     "Pipe",
-    "PlaceholderTensorError",
-    "RankBound",
+    "PipelineOptions",
     "Schedule",
-    "ScheduleError",
-    "ScheduleSimulation",
-    "Solution",
     "SplitError",
     "StageError",
-    "StagePlacement",
-    "TimedAction",
-    "balance_by_makespan",
     "balance_by_size",
     "balance_by_time",
-    "build_schedule",
-    "chrome_trace",
-    "draw",
-    "dual_pipe_v",
-    "gpipe",
-    "interleaved_1f1b",
-    "looped_breadth_first",
-    "lower_bound",
-    "one_forward_one_backward",
     "pop",
     "profile_stages",
-    "save_chrome_trace",
-    "save_drawing",
     "shared_parameters",
     "simulate",
     "skippable",
     "solve",
     "split",
     "stash",
-    "v_half",
-    "v_min",
-    "validate",
     "verify_skippables",
-    "zb_h1",
-    "zb_v",
 ]
 
 # Modules that run models need torch, which takes a while to load; schedules are computed without it. Steps load no
@@ -92,18 +60,16 @@ __all__ = [
 _LOADED_WHEN_ASKED_FOR = {
     "scale_pipe.batch_norm": ("DeferredBatchNorm",),
     "scale_pipe.distributed.errors": ("StageError",),
+    "scale_pipe.distributed.options": ("PipelineOptions",),
     "scale_pipe.distributed.pipe": ("DistributedPipe",),
     "scale_pipe.microbatch": ("NoChunk",),
-    "scale_pipe.module_split.placeholder_tensor": ("PlaceholderTensorError",),
     "scale_pipe.module_split.replay": ("SplitError",),
     "scale_pipe.module_split.split": ("shared_parameters", "split"),
     "scale_pipe.one_process.pipe": ("Pipe",),
-    "scale_pipe.partition.balance": ("balance_by_makespan", "balance_by_size", "balance_by_time"),
+    "scale_pipe.partition.balance": ("balance_by_size", "balance_by_time"),
     "scale_pipe.partition.profile": ("profile_stages",),
-    "scale_pipe.schedules.simulation": ("ScheduleSimulation", "simulate"),
-    "scale_pipe.schedules.solver.bounds": ("Bound", "RankBound", "lower_bound"),
-    "scale_pipe.schedules.solver.solver": ("Solution", "solve"),
-    "scale_pipe.schedules.visualize": ("chrome_trace", "draw", "save_chrome_trace", "save_drawing"),
+    "scale_pipe.schedules.simulation": ("simulate",),
+    "scale_pipe.schedules.solver.solver": ("solve",),
     "scale_pipe.skip.layout": ("verify_skippables",),
     "scale_pipe.skip.namespace": ("Namespace", "pop", "stash"),
     "scale_pipe.skip.skippable": ("skippable",),

@@ -301,7 +301,8 @@ def check_in_region(what: str, tensor: Tensor, group: Group) -> bool:
         return False
     raise ValueError(
         f"{what}: input_is_inside=True, but the input {list(tensor.shape)} was not brought into the region of "
-        f"{list(group.ranks)}: pass scale_tp.copy_to_tensor_model_parallel_region(input, group), or leave it out"
+        f"{list(group.ranks)}: pass scale_tp.megatron.copy_to_tensor_model_parallel_region(input, group), or leave it "
+        "out"
     )
 
 

@@ -156,13 +156,14 @@ class RNGStatesTracker:
             state_names = ", ".join(map(repr, self._states)) or "none"
             raise KeyError(
                 f"cuda rng state {name} is not added (there are: {state_names}): call "
-                "scale_tp.model_parallel_cuda_manual_seed(seed), or add(name, seed)"
+                "scale_tp.megatron.model_parallel_cuda_manual_seed(seed), or add(name, seed)"
             )
         replay = self._replay
         if replay is None and in_backward():
             raise RuntimeError(
                 f"the stream '{name}' is asked for in a recomputation, which would get other numbers than the forward "
-                "did: checkpoint(function, ..., use_reentrant=False, context_fn=scale_tp.get_rng_tracker().replayed)"
+                "did: checkpoint(function, ..., use_reentrant=False, "
+                "context_fn=scale_tp.random.get_rng_tracker().replayed)"
             )
         again = replay is not None and replay.again
         before, outer = get_rng_state(), self._inside[-1] if self._inside and not again else None

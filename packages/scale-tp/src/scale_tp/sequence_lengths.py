@@ -102,8 +102,9 @@ def lengths_hint(rank: int, own: int) -> str:
     return (
         f"rank {rank} has {own} positions of the sequence. A rank whose part is as long as one of another sequence "
         "takes it for that, while others ask how long the parts are. Divide by "
-        "scale_tp.scatter_to_sequence_parallel_region; or call scale_tp.record_sequence_lengths(lengths) on all ranks "
-        "before parts that something else has divided, such as a loader of data, or that were cut or lengthened"
+        "scale_tp.megatron.scatter_to_sequence_parallel_region; or call scale_tp.record_sequence_lengths(lengths) on "
+        "all ranks before parts that something else has divided, such as a loader of data, or that were cut or "
+        "lengthened"
     )
 
 

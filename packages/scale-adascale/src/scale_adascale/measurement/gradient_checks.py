@@ -98,7 +98,7 @@ def check_not_flattened(params: Iterable[Tensor]) -> None:
                 f"{len(buffer.names)}, as '{buffer.names[0]}': AdaScale divides the gradient of each by the root of "
                 "its own mean second moment, as Adam uses it, and of a flat one the gain would be another. Shard the "
                 "model with flatten_parameters=False, or measure gradients as they are by "
-                "AdaScale(..., preconditioned=False)"
+                "AdaScale(..., options=AdaScaleOptions(preconditioned=False))"
             )
 
 

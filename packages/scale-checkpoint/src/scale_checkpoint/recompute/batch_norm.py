@@ -26,7 +26,7 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
 
         >>> import torch
         >>> from torch.utils.checkpoint import checkpoint
-        >>> from scale_checkpoint import patch_batchnorm
+        >>> from scale_checkpoint.recompute.batch_norm import patch_batchnorm
         >>> norm = torch.nn.BatchNorm1d(3)
         >>> handles = patch_batchnorm(norm)
         >>> checkpoint(norm, torch.randn(4, 3), use_reentrant=False).sum().backward()

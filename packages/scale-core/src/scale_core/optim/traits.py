@@ -157,12 +157,12 @@ def check_kind(optim_class: type[Optimizer], *, elementwise: bool | None, togeth
     if together and elementwise:
         raise ValueError(
             f"OSS: {name} can't update each element by itself and look at all tensors together: "
-            "pass elementwise=True or together=True"
+            "pass OSSOptions(elementwise=True) or OSSOptions(together=True)"
         )
     if needs_all_params(optim_class) and not together:
         raise ValueError(
             f"OSS: {name} computes its step size from all tensors together, and each rank would see its own part of "
-            f"them alone: pass together=True, so that one rank updates all, OSS(..., {name}, together=True)"
+            f"them alone: so that one rank updates all, pass OSS(..., {name}, options=OSSOptions(together=True))"
         )
 
 

@@ -1,7 +1,7 @@
 """State of optimizers that is quantized block by block: codes for each element, a scale for each block, code books.
 
 Codes have the parameter's shape, as any other state. A scale belongs to so many consecutive elements, so a parameter
-has to be cut where a block ends, which `fully_shard(..., atom=BlockAtom(k))` sees to. Code books are the same for every
+has to be cut where a block ends, which `ShardOptions(atom=BlockAtom(k))` sees to. Code books are the same for every
 rank. Scales and code books are known by their keys, since their shapes could be those of anything.
 """
 
@@ -35,7 +35,7 @@ def num_blocks(key: str, holding: ParamSlice) -> int:
     if holding.start % size or holding.ranges or holding.shares_owner:
         raise ValueError(
             f"optimizer state {holding.name}.{key} has one value for {size} elements, and this rank's shard of the "
-            f"parameter is cut within a block: write fully_shard(..., atom=BlockAtom({size}))"
+            f"parameter is cut within a block: write fully_shard(..., options=ShardOptions(atom=BlockAtom({size})))"
         )
     return -(-(holding.stop - holding.start) // size)
 

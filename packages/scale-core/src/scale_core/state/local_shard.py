@@ -30,7 +30,7 @@ class LocalShard(Tensor):
     copied. With `ranges`, the elements are counted in that part of the full tensor. The tensor is contiguous;
     in the shape of all of that it may have any strides. Without `written` it is loaded into like any, but saved by
     other ranks alone, which hold the same elements. All of these are attributes; `ranges` are those of each dimension
-    (`scale_core.Shard`), or empty.
+    (`scale_core.shard.Shard`), or empty.
 
     Raises:
         ValueError: The tensor has another number of elements, or is not contiguous where it has to be.

@@ -56,7 +56,7 @@ class ParamSlice:
     # This rank's part of the optimizer's state: that of the elements held; all of it, of any shape, where one rank
     # steps on the full parameter; or nothing, where others do.
     state: Literal["elements", "all", "nothing"] = "elements"
-    ranges: Ranges = ()  # The indices of the full parameter; see `scale_core.Shard`
+    ranges: Ranges = ()  # The indices of the full parameter; see `scale_core.shard.Shard`
     written: bool = True  # This rank saves its elements; otherwise another one that holds the same does
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -174,5 +174,6 @@ def not_elementwise(name: str, shape: Sequence[int], shard_shape: Sequence[int])
     """The error of an optimizer state `name` that is neither a number nor has the shard's shape."""
     return ValueError(
         f"optimizer state {name} has shape {tuple(shape)}, expected the shard's {tuple(shard_shape)} or a number: this "
-        "optimizer needs full parameters, so it can't step on shards; around it, write OSS(..., elementwise=False)"
+        "optimizer needs full parameters, so it can't step on shards; around it, write OSS(..., "
+        "options=OSSOptions(elementwise=False))"
     )

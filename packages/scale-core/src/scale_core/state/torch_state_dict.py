@@ -42,7 +42,7 @@ from scale_core.tree import map_tensors
 
 SHARDS = "shards"
 """The key of a `state_dict()` that is one rank's shard: its "rank", "world_size" and, in the order of the parameters,
-what is held of each: (name, shape, start, stop, ranges), or None of a whole one; see `scale_core.Shard`."""
+what is held of each: (name, shape, start, stop, ranges), or None of a whole one; see `scale_core.shard.Shard`."""
 
 _BUCKET_NUMEL = 25_000_000  # Elements that are on a device at a time while they are gathered
 _ASKS = "torch.distributed.checkpoint.state_dict"

@@ -119,7 +119,7 @@ class OSS(scale_oss.OSS):
             )
         if broadcast_buffer_size != -1:
             warn_argument(
-                "OSS", "broadcast_buffer_size", "has no effect, leave it out: scale_oss.OSS(bucket_numel=...)"
+                "OSS", "broadcast_buffer_size", "has no effect, leave it out: scale_oss.OSSOptions(bucket_numel=...)"
             )
         if force_broadcast_object:
             warn_argument("OSS", "force_broadcast_object", "has no effect, leave it out: state is sent as tensors")

@@ -334,7 +334,7 @@ class OffloadOptimizer(Optimizer):
             raise ValueError(
                 f"{self._arguments[0].__name__} needs each full parameter, and of '{shard.name}' this rank has "
                 f"elements {shard.start:,} to {shard.stop:,} of {shard.numel:,}: train with an elementwise optimizer "
-                'such as AdamW, or keep each parameter on one rank by fully_shard(module, atom="parameter")'
+                'such as AdamW, or keep each parameter on one rank: options=ShardOptions(atom="parameter")'
             )
 
     @on_local_tensors

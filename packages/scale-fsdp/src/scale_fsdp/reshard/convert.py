@@ -102,7 +102,8 @@ def _check_convertible(unit: Unit, fn: Conversion) -> None:
         if unit.options.placement.params_on_host and device.type not in ("cpu", "meta") and not buffer.is_meta:
             raise RuntimeError(
                 f"the shards of {unit_title(unit.name)} are kept on the host by offload_policy=CPUOffloadPolicy(), and "
-                f"can't go to {device}: it computes on {buffer.compute_device}; fully_shard(compute_device=...) sets it"
+                f"can't go to {device}: it computes on {buffer.compute_device}; "
+                "fully_shard(..., options=ShardOptions(compute_device=...)) sets it"
             )
 
 

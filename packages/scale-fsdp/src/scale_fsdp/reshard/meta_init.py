@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +19,10 @@ from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.parameters import copy_attributes
+from scale_fsdp.options import Init
 from scale_fsdp.runtime.checks import Uninitialized
 from scale_fsdp.runtime.param_registry import ParamModuleInfo, managed_modules
 from scale_fsdp.runtime.unit import set_param
-
-Init: TypeAlias = Callable[[nn.Module], Any] | Literal[False] | None
-
-
-def check_init(init: Init) -> None:
-    """Raises TypeError for an argument `init` that means nothing."""
-    if init is not None and init is not False and not callable(init):
-        raise TypeError(
-            f"init: expected a function of a module, None (its own reset_parameters) or False (no values yet), got "
-            f"{init!r}"
-        )
 
 
 def should_initialize(
@@ -67,7 +57,8 @@ def should_initialize(
     if failing:
         raise ValueError(
             f"rank {failing[0]} has a parameter or buffer on the meta device that nothing initializes; its own error "
-            "says which: pass init=, or build the model under torch.device('meta') on all ranks but rank 0"
+            "says which: pass options=ShardOptions(init=...), or build the model under torch.device('meta') on all "
+            "ranks but rank 0"
         )
     return on_meta
 
@@ -132,7 +123,8 @@ def _missing_init(module: nn.Module, own: Sequence[ParamModuleInfo], init: Init)
             name, attribute = names[id(child)]
             return (
                 f"'{name}' is on the meta device, and its {type(child).__name__} has no reset_parameters() that would "
-                f"give '{attribute}' its values: pass init=, a function of a module, or init=False for a checkpoint"
+                f"give '{attribute}' its values: pass options=ShardOptions(init=...), a function of a module, or False "
+                "for a checkpoint"
             )
     return None
 

@@ -89,7 +89,7 @@ def check_idle(model: nn.Module, units: Sequence[Unit]) -> None:
 def _model_signature(unit: Unit, path: str) -> list[str]:
     """All facts of a unit that must be equal on all ranks, a line each."""
     title = path or "root"
-    lines = [f"{title}: flatten={unit.options.flatten}, {unit.precision}, {unit.options.communication}"]
+    lines = [f"{title}: flatten={unit.options.flatten_parameters}, {unit.precision}, {unit.options.communication}"]
     for buffer in unit.buffers:
         lines += [
             f"{title}: {name} {entry.shape} {buffer.dtype} trains={buffer.sharded_param(index).requires_grad}"
@@ -169,8 +169,8 @@ def reshard_to(
     the order in which gradients are summed over the ranks.
 
     A rank that joins builds the model under `torch.device("meta")`, shards it in the same units by
-    `fully_shard(..., mesh, init=False)`, and builds the optimizer. It gets all state and the options of
-    parameter groups; its scheduler it sets itself. A rank that leaves passes the value that
+    `fully_shard(..., mesh, options=ShardOptions(init=False))`, and builds the optimizer. It gets all state and the
+    options of parameter groups; its scheduler it sets itself. A rank that leaves passes the value that
     `torch.distributed.new_group` has returned to it; its model is left on the meta device, and may join again.
 
     Args:

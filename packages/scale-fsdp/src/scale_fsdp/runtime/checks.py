@@ -88,7 +88,7 @@ def hook_on_shard(buffer: FlatBuffer, index: int) -> RuntimeError:
     """A hook of `register_hook` on a shard would never be called: autograd computes gradients of full parameters."""
     return RuntimeError(
         f"a hook is registered on the local shard of '{buffer.names[index]}', and would never be called: see gradients "
-        "before they are reduced by scale_core.register_local_grad_hook(...), and after it by "
+        "before they are reduced by scale_core.hooks.autograd.register_local_grad_hook(...), and after it by "
         "param.register_post_accumulate_grad_hook(...) or in param.grad"
     )
 
@@ -247,7 +247,8 @@ def check_initialized(unit: Unit) -> None:
         if buffer.is_meta:
             raise RuntimeError(
                 f"'{buffer.names[0]}' of {unit_title(unit.name)} is on the meta device and has no values to compute "
-                "with: call model.to_empty(device=...) and load a checkpoint, or shard the model without init=False"
+                "with: call model.to_empty(device=...) and load a checkpoint, or shard the model without "
+                "ShardOptions(init=False)"
             )
         shard = _UninitializedShard.get(buffer)
         if shard is not None and shard.version == buffer.version:

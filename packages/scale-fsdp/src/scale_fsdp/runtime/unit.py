@@ -247,7 +247,7 @@ class Unit:
 
     def set_flat_params(self, *, shown: bool = True) -> None:
         """Sets the module's flat parameters, if it has such, or None in their place."""
-        for number, buffer in enumerate(self.buffers if self.options.flatten else ()):
+        for number, buffer in enumerate(self.buffers if self.options.flatten_parameters else ()):
             self.module._parameters[flat_param_name(number)] = buffer.sharded_params[0] if shown else None
 
     def replaced_slot(self) -> ParamSlot | None:

@@ -41,7 +41,8 @@ class ErrorFeedbackState:
         if not any(wire is not None and wire.error_feedback for wire in wires):
             raise ValueError(
                 f"ErrorFeedbackState: no unit of this {type(model).__name__} has error_feedback=True: leave it out, or "
-                "write fully_shard(module, communication=CommunicationPolicy(reduce='int4', error_feedback=True))"
+                "write fully_shard(module, options=ShardOptions(communication=CommunicationPolicy(reduce='int4', "
+                "error_feedback=True)))"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def _describe(location: ParamLocation, entries: Mapping[int, str]) -> dict[str, 
 
 def _check_metadata(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     fix = (
-        "Make full weights of the states of all ranks, scale_fsdp.consolidate_local_state_dicts(states), and load "
-        "those: model.load_state_dict(...)"
+        "Make full weights of the states of all ranks, consolidate_local_state_dicts(states) of "
+        "scale_fsdp.state_dict.local, and load those: model.load_state_dict(...)"
     )
     if given["world_size"] != own["world_size"]:
         raise ValueError(
@@ -160,7 +160,8 @@ def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]
     """Returns the plain model's state dict, on the CPU, from the local states of all ranks; needs no process group.
 
         >>> import torch
-        >>> from scale_fsdp import consolidate_local_state_dicts, fully_shard
+        >>> from scale_fsdp import fully_shard
+        >>> from scale_fsdp.state_dict.local import consolidate_local_state_dicts
         >>> model = fully_shard(torch.nn.Linear(2, 3))
         >>> consolidate_local_state_dicts([model.local_state_dict()])["weight"].shape
         torch.Size([3, 2])

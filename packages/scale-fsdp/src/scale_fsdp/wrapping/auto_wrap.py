@@ -31,7 +31,8 @@ from scale_core.arguments import checked_arguments
 from scale_core.shard import unit_shard_of
 from scale_fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from scale_fsdp.mesh_info import resolve_mesh_info
-from scale_fsdp.reshard.meta_init import check_init, should_initialize
+from scale_fsdp.options import ShardOptions
+from scale_fsdp.reshard.meta_init import should_initialize
 from scale_fsdp.runtime.param_registry import managed_params, split_owned_and_shared
 from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.shard_module import check_parameters, fully_shard
@@ -226,8 +227,8 @@ def fully_shard_modules(
         policy: Which modules become units of their own.
         progress: Called after each unit with the number of units done, that of all, and the unit's name, "" for
             `module` itself.
-        kwargs: Arguments of `fully_shard` for every unit; a module's `wrapper_config` overrides them. The
-            `output_dtype` of an `mp_policy` applies to `module` only, because its blocks hand tensors to its other
+        kwargs: Arguments of `fully_shard` for every unit, also `options`; a module's `wrapper_config` overrides them.
+            The `output_dtype` of an `mp_policy` applies to `module` only, because its blocks hand tensors to its other
             parameters, which are gathered in `param_dtype`.
 
     Returns:
@@ -258,7 +259,8 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Modu
     """Returns the modules below and including `mod` that are sharded by themselves, the outermost first.
 
         >>> import torch
-        >>> from scale_fsdp import fully_shard, get_fsdp_instances
+        >>> from scale_fsdp import fully_shard
+        >>> from scale_fsdp.wrapping.auto_wrap import get_fsdp_instances
         >>> model = fully_shard(torch.nn.Sequential(fully_shard(torch.nn.Linear(2, 2)), torch.nn.ReLU()))
         >>> [type(instance).__name__ for instance in get_fsdp_instances(model)]
         ['Sequential', 'Linear']
@@ -283,12 +285,13 @@ def _without_output_dtype(kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _check_initializable(parts: Sequence[nn.Module], units: Sequence[nn.Module], kwargs: Mapping[str, Any]) -> None:
     """Checks all parts of a model before the first of its units is made; all ranks together."""
-    init = kwargs.get("init")
-    check_init(init)
-    if init is not False and not any("init" in _wrapper_config(unit) for unit in units):
+    options = kwargs.get("options") or ShardOptions()
+    init, sync = kwargs.get("init", options.init), kwargs.get("sync_module_states", options.sync_module_states)
+    ShardOptions(init=init)
+    if init is not False and not any({"init", "options"} & _wrapper_config(unit).keys() for unit in units):
         group = resolve_mesh_info(kwargs.get("mesh", kwargs.get("process_group"))).whole
         places = [list(managed_params(part)) for part in parts]
-        should_initialize(zip(parts, places, strict=True), init, group, sync=kwargs.get("sync_module_states", True))
+        should_initialize(zip(parts, places, strict=True), init, group, sync=sync)
 
 
 def _wrapper_config(module: nn.Module) -> Mapping[str, Any]:

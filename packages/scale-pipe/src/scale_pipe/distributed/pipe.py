@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from scale_core import Contract, GroupLike, group_of
+from scale_core import group_of
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import HOST
+from scale_core.comm.group import GroupLike
+from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import check_interval, compare_replicas
 from scale_core.consistency.flight_recorder import next_unique_id
+from scale_core.errors import renamed_arguments
 from scale_core.hooks.microbatch_grads import microbatch_steps_wanted, register_pipeline
 from scale_core.optim.clip_grad import clip, measured_gradients
 from scale_core.optim.step_checks import watch_optimizers
@@ -26,6 +30,7 @@ from scale_pipe.distributed.gradients.microbatch_grads import MicrobatchGrads, r
 from scale_pipe.distributed.gradients.param_hooks import hooks_called_once
 from scale_pipe.distributed.gradients.shared_params import SharedParams
 from scale_pipe.distributed.module_view import ModelFQNs, StageModuleView, check_stage_memory
+from scale_pipe.distributed.options import PipelineOptions
 from scale_pipe.distributed.p2p.messages import StepKind
 from scale_pipe.distributed.profile import (
     costs_from_spans,
@@ -80,18 +85,12 @@ class DistributedPipe(StageModuleView):
             and the following steps run the schedule that the solver finds for these times.
         balance: The number of layers of each stage, for a sequence.
         chunks: The most micro-batches of a step; a `Schedule` has its own number.
-        stages_per_rank: For schedules that run with any number.
         process_group: The ranks, in the order of the stages: a `ProcessGroup` or a `DeviceMesh` axis; None for all.
         device: The device to which the stages of this rank are moved; None leaves them where they are. Stages on the
             meta device stay there: give this rank's stages memory and values before the first step.
         checkpoint: "never", "always" or "except_last": the micro-batches whose activations are recomputed in the
             backward pass.
-        deferred_batch_norm: Batch norms update their running statistics once per step, by those of the full batch.
-        memory_cap: For "solve", the most live micro-batches on a rank, in model equivalents.
-        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
-        check_replicas_every: After how many steps the copies of parameters that several ranks hold, for example tied
-            embeddings, are compared, beginning with the first; 0 is never. None is 100, or the value of
-            `SCALE_CHECK_REPLICAS_EVERY` says. A difference is a `DivergenceError`.
+        options: A `PipelineOptions`: stages on a rank, batch norms, the memory of "solve", and waits for other ranks.
 
     Raises:
         TypeError: The module is no sequence or list of stages, or the schedule is none.
@@ -101,6 +100,9 @@ class DistributedPipe(StageModuleView):
     """
 
     @checked_arguments(own="module")
+    @renamed_arguments(
+        **{field.name: f"options=PipelineOptions({field.name}=...)" for field in fields(PipelineOptions)}
+    )
     def __init__(
         self,
         module: nn.Module | Sequence[nn.Module],
@@ -108,37 +110,33 @@ class DistributedPipe(StageModuleView):
         *,
         balance: Sequence[int] | None = None,
         chunks: int = 8,
-        stages_per_rank: int | None = None,
         process_group: GroupLike = None,
         device: torch.device | str | int | None = None,
         checkpoint: Checkpoint = "never",
-        deferred_batch_norm: bool = False,
-        memory_cap: float | Sequence[float] | None = None,
-        limit_seconds: float | None = None,
-        check_replicas_every: int | None = None,
+        options: PipelineOptions | None = None,
     ) -> None:
         super().__init__()
         check_checkpoint(checkpoint)
-        check_every = check_interval(check_replicas_every)
+        options = options or PipelineOptions()
         self.group = group_of(process_group)
         self.checkpoint: Checkpoint = checkpoint
-        stages_per_rank = stages_per_rank or infer_stages_per_rank(module, self.group.size, balance)
+        stages_per_rank = options.stages_per_rank or infer_stages_per_rank(module, self.group.size, balance)
         self._schedule = get_schedule(schedule, self.group.size, chunks, stages_per_rank)
         self._solve_pending = isinstance(schedule, str) and schedule.lower() == SOLVE
         self._steps_until_solve = _MEASURED_STEP
-        self._memory_cap = self._checked_memory_cap(memory_cap)
+        self._memory_cap = self._checked_memory_cap(options.memory_cap)
         stages = split_into_stages(module, self._schedule.num_stages, balance)
         placement = self._schedule.placement
         self._cross_stage, shared_names = find_connections(stages, placement)
         check_stage_memory(stages, placement)
         self._fqns = ModelFQNs(stages)
-        self._contract = Contract(self.group, limit_seconds)
+        self._contract = Contract(self.group, options.limit_seconds)
         self._limit = self._contract.limit_seconds
         self._loop = StepLoop(self._contract)
         lines = fingerprint_lines(self._schedule, stages, self._cross_stage)
         self._contract.check_equal("how the pipeline is built", list(lines))
         for index in placement.stages_of[self.group.rank]:
-            self._add_stage(index, self._prepared(stages[index], device, deferred_batch_norm))
+            self._add_stage(index, self._prepared(stages[index], device, options.deferred_batch_norm))
         self._runners: dict[int, Stage] = {}
         self._wrappers_changed = True
         self._pipeline_id = next_unique_id("DistributedPipe", self.group)
@@ -149,7 +147,7 @@ class DistributedPipe(StageModuleView):
         self._grads = MicrobatchGrads(shared, placement, self.group.rank)
         self._shared = SharedParams(shared, shared_names, placement, self.group.rank, self)
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
-        self._check_every = check_every if shared else 0
+        self._check_every = check_interval(options.check_replicas_every) if shared else 0
         self.recorded_steps = self._contract.recorded_steps
         register_stages(self)
         watch_optimizers()

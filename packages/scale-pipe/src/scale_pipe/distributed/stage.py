@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, increment_version
 
-from scale_checkpoint import checkpoint_wrapper, disable_checkpointing, is_checkpointed
+from scale_checkpoint import checkpoint_wrapper, disable_checkpointing
+from scale_checkpoint.wrapper import is_checkpointed
 from scale_core import compat
 from scale_pipe.batch_norm import DeferredBatchNorm
 from scale_pipe.distributed.gradients.data_parallel import DataParallelWrappers, outermost_wrappers

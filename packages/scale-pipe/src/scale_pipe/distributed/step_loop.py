@@ -13,9 +13,10 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from scale_core import Contract, ContractError, ScaleDistributedError
+from scale_core import ContractError, ScaleDistributedError
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.fork import forked_error
+from scale_core.consistency.contract import Contract
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.consistency.optimizer_steps import describe_difference, have_diverged
 from scale_core.errors import TransferError, recovery_hint

@@ -64,7 +64,7 @@ def load_pretrained(
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
-        fully_shard_modules(model, no_split_policy(model), init=False)
+        fully_shard_modules(model, no_split_policy(model), options=ShardOptions(init=False))
         load_pretrained(model, folder)
 
     Args:

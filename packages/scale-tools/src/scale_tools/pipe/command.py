@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from scale_pipe import save_drawing, simulate
+from scale_pipe import simulate
 from scale_pipe.schedules.registry import NAMES, SOLVE, get_schedule
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import ScheduleSimulation
+from scale_pipe.schedules.visualize import save_drawing
 from scale_tools.pipe.measurement import measure
 from scale_tools.pipe.options import ListOptions, PipeOptions, ShowOptions
 from scale_tools.pipe.text_drawing import draw_text, legend

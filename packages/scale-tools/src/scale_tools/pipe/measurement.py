@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from scale_core.launch import init_distributed
-from scale_pipe import DistributedPipe
+from scale_pipe import DistributedPipe, PipelineOptions
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import ScheduleSimulation
 from scale_train.errors import RanksLost
@@ -43,7 +43,7 @@ def _run_rank(schedule: Schedule | str, stages: int, chunks: int, device: str) -
         schedule,
         balance=[1] * stages,
         chunks=chunks,
-        stages_per_rank=stages // group.size,
+        options=PipelineOptions(stages_per_rank=stages // group.size),
         process_group=group.process_group,
         device=where,
     )

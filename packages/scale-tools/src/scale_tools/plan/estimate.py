@@ -29,7 +29,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_numel
 from scale_core.tree import map_tensors, tensors_in
-from scale_fsdp import plan_units
+from scale_fsdp.wrapping.auto_wrap import plan_units
 from scale_moe import Experts
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import split

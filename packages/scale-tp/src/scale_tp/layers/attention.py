@@ -8,6 +8,7 @@ divided region once for queries, keys and values; the output is one sum.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from scale_core.comm.group import GroupLike
 from scale_tp.attention_heads import heads_to_features
 from scale_tp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from scale_tp.layers.linear_ops import to_region
+from scale_tp.layers.options import LayerOptions
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.split import HeadSplit, Split, check_size, split_heads
 from scale_tp.weight_init import Initializer
@@ -43,8 +45,8 @@ class ParallelAttention(nn.Module):
         process_group: The ranks that divide the heads; None is the model axis of `initialize_model_parallel`.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
-        sequence_parallel: Whether input and output are this rank's part of the sequence.
-        overlap_pieces: As in `ColumnParallelLinear` and `RowParallelLinear`.
+        options: A `LayerOptions`: with `sequence_parallel`, input and output are this rank's part of the sequence;
+            `overlap_pieces` is that of both linear layers.
 
     Attributes:
         heads: Which heads each rank computes.
@@ -78,30 +80,31 @@ class ParallelAttention(nn.Module):
         process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        sequence_parallel: bool = False,
-        overlap_pieces: int | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
+        options = options or LayerOptions()
+        options.refuse("ParallelAttention", "sequence_dim", "split", "input_is_inside")
         key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
         size = _resolve_head_dim(embed_dim, num_heads, key_value_heads, head_dim)
         super().__init__()
         self.group, self.head_dim = tensor_parallel_group(process_group), size
         self.heads = split_heads(num_heads, key_value_heads, self.group.size)
         self.causal, self.attend = causal, attend
-        self.sequence_parallel, self.overlap_pieces = sequence_parallel, overlap_pieces
+        self.sequence_parallel, self.overlap_pieces = options.sequence_parallel, options.overlap_pieces
         splits = HeadSplit(*(heads_to_features(split, size) for split in self.heads))
-        options: Any = {"init_method": init_method, "process_group": self.group, "device": device, "dtype": dtype}
+        common: Any = {"init_method": init_method, "process_group": self.group, "device": device, "dtype": dtype}
 
         def projection(split: Split) -> ColumnParallelLinear:
             # The input is brought into the divided region once for all three.
-            inside: Any = {"gather_output": False, "input_is_inside": True}
-            return ColumnParallelLinear(embed_dim, split.total, bias, split=split, **inside, **options)
+            inside = LayerOptions(split=split, input_is_inside=True)
+            return ColumnParallelLinear(embed_dim, split.total, bias, gather_output=False, options=inside, **common)
 
         self.query = projection(splits.query)
         self.key = projection(splits.key_value)
         self.value = projection(splits.key_value)
-        options |= {"sequence_parallel": sequence_parallel, "overlap_pieces": overlap_pieces}
+        output_options = replace(options, split=splits.query)
         self.output = RowParallelLinear(
-            num_heads * size, embed_dim, bias, input_is_parallel=True, split=splits.query, **options
+            num_heads * size, embed_dim, bias, input_is_parallel=True, options=output_options, **common
         )
 
     def reset_parameters(self) -> None:

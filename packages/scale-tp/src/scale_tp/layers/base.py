@@ -1,7 +1,7 @@
 """Base of the layers of this package: modules of whose parameters each rank has a part.
 
 A layer gives the full shape of each parameter, and the dimension along which it is divided (`ParamSharding`). From
-that follow its local shape, its initial values, its `scale_core.shard_of`, and how state dicts are loaded.
+that follow its local shape, its initial values, its `scale_core.shard.shard_of`, and how state dicts are loaded.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def resolve_split(what: str, total: int, group: Group, stride: int, split: Split
     check_size("stride", stride, 1)
     if split is not None and not isinstance(split, Split):
         raise TypeError(
-            f"expected split to be a scale_tp.Split or None, got {type(split).__name__}: write Split.of_sizes([...]) "
-            "with how many of them each rank has"
+            f"expected split to be a scale_tp.split.Split or None, got {type(split).__name__}: write "
+            "Split.of_sizes([...]) with how many of them each rank has"
         )
     if split is None:
         return Split.strided(total, group.size, stride)

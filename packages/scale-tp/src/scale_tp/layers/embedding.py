@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_tp.layers.base import ParallelModule, ParamSharding, rank_repr
+from scale_tp.layers.options import LayerOptions
 from scale_tp.mappings import gather_from_region, reduce_from_region, reduce_scatter_sequence
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.split import Range, Split, check_size
@@ -101,6 +102,8 @@ class _EmbeddingBase(ParallelModule):
     weight: nn.Parameter
     master_weight: Tensor | None
     _dim: int
+    _title: str
+    _without: tuple[str, ...]
 
     def __init__(
         self,
@@ -117,7 +120,10 @@ class _EmbeddingBase(ParallelModule):
         process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
+        options = options or LayerOptions()
+        options.refuse(self._title, *self._without)
         check_size("num_embeddings", num_embeddings)
         check_size("embedding_dim", embedding_dim)
         ranks = tensor_parallel_group(process_group)
@@ -134,6 +140,7 @@ class _EmbeddingBase(ParallelModule):
         self.init_method = init_method
         shape = (num_embeddings, embedding_dim)
         self.split = Split.even(shape[self._dim], ranks.size)
+        self.sequence_parallel, self.sequence_dim = options.sequence_parallel, options.sequence_dim
         self.add_parameter("weight", ParamSharding(shape, self._dim, self.split), device=device, dtype=dtype)
         self.master_weight = self.init_parameter("weight", init_method, keep_full=keep_master_weight_for_test)
 
@@ -154,6 +161,7 @@ class _EmbeddingBase(ParallelModule):
         return F.embedding(ids, self.weight, padding_idx, *options)
 
 
+@checked_arguments
 class VocabParallelEmbedding(_EmbeddingBase):
     """`torch.nn.Embedding` divided by words over the ranks.
 
@@ -170,8 +178,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
         process_group: As in `ColumnParallelLinear`.
         device: As in `ColumnParallelLinear`.
         dtype: Of the table.
-        sequence_parallel: Whether the output is this rank's part of the sequence alone.
-        sequence_dim: The dimension of the sequence in the output then.
+        options: A `LayerOptions` whose `sequence_parallel` says whether the output is this rank's part of the sequence.
 
     Attributes:
         weight: [words of this rank, embedding_dim]
@@ -182,41 +189,8 @@ class VocabParallelEmbedding(_EmbeddingBase):
     """
 
     _dim = 0
-
-    @checked_arguments
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        init_method: Initializer = nn.init.xavier_normal_,
-        keep_master_weight_for_test: bool = False,
-        *,
-        process_group: GroupLike = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-    ) -> None:
-        super().__init__(
-            num_embeddings,
-            embedding_dim,
-            padding_idx,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            sparse,
-            init_method,
-            keep_master_weight_for_test,
-            process_group=process_group,
-            device=device,
-            dtype=dtype,
-        )
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+    _title = "VocabParallelEmbedding"
+    _without = ("split", "overlap_pieces", "input_is_inside")
 
     @property
     def vocab_start_index(self) -> int:
@@ -266,6 +240,7 @@ class ParallelEmbedding(_EmbeddingBase):
         num_embeddings: As in `VocabParallelEmbedding`, like all arguments but these.
         embedding_dim: Features of a word; they need not divide by the ranks.
         max_norm: Only in a world of one rank: no rank has all that the norm of a row is made of.
+        options: None, because no option of `LayerOptions` is for this layer.
 
     Attributes:
         weight: [num_embeddings, features of this rank]
@@ -276,6 +251,8 @@ class ParallelEmbedding(_EmbeddingBase):
     """
 
     _dim = 1
+    _title = "ParallelEmbedding"
+    _without = ("sequence_parallel", "split", "overlap_pieces", "input_is_inside")
 
     @property
     def embedding_dim_per_partition(self) -> int:

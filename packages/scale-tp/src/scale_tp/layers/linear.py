@@ -12,8 +12,6 @@ In a world of one rank both are `torch.nn.Linear`, to the bit.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,9 +27,10 @@ from scale_tp.layers.linear_ops import (
     row_parallel_linear,
     to_region,
 )
+from scale_tp.layers.options import LayerOptions
 from scale_tp.mappings import check_in_region, gather_features, scatter_features
 from scale_tp.parallel_state import tensor_parallel_group
-from scale_tp.split import Split, check_size
+from scale_tp.split import check_size
 from scale_tp.weight_init import Initializer
 
 
@@ -49,21 +48,24 @@ class _ParallelLinear(ParallelModule):
         out_features: int,
         bias: bool,
         init_method: Initializer,
+        stride: int,
         keep_full: bool,
         *,
-        stride: int,
-        split: Split | None,
+        options: LayerOptions | None,
         process_group: GroupLike,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
+        options = options or LayerOptions()
         check_size("in_features", in_features)
         check_size("out_features", out_features)
         ranks, shape = tensor_parallel_group(process_group), (out_features, in_features)
         super().__init__(ranks)
         self.in_features, self.out_features, self.init_method = in_features, out_features, init_method
         option = "out_features" if self._dim == 0 else "in_features"
-        self.split = resolve_split(option, shape[self._dim], ranks, stride, split)
+        self.split = resolve_split(option, shape[self._dim], ranks, stride, options.split)
+        self.sequence_parallel, self.sequence_dim = options.sequence_parallel, options.sequence_dim
+        self.overlap_pieces = options.overlap_pieces
         self.add_parameter("weight", ParamSharding(shape, self._dim, self.split), device=device, dtype=dtype)
         if bias:
             sharding = ParamSharding((out_features,), 0, self.split if self._dim == 0 else None)
@@ -107,16 +109,7 @@ class ColumnParallelLinear(_ParallelLinear):
             of `initialize_model_parallel`, or this process alone.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
-        sequence_parallel: Whether the input is this rank's part of the sequence; the parts are gathered.
-        sequence_dim: The dimension of the sequence then.
-        split: Which output features each rank has, in place of `stride`. Ranks may have copies of each other's
-            features, as of key-value heads; the gradients of copies are summed.
-        overlap_pieces: The number of pieces of the other ranks' parts of the sequence, each multiplied
-            while the next ones are sent; in the backward pass the gradient of the input is sent while that of
-            the weight is computed, which without `sequence_parallel` is all there is. None does not overlap.
-        input_is_inside: Whether the input has been brought into the divided region already, as by
-            `copy_to_tensor_model_parallel_region`, for several layers together. Not with `sequence_parallel` or
-            `overlap_pieces`, which say how it is brought there.
+        options: Sequences and features that are divided, and overlap: see `LayerOptions`.
 
     Attributes:
         weight: [out features of this rank, in_features]
@@ -129,7 +122,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     _dim = 0
 
-    @checked_arguments(own="split init_method overlap_pieces")
+    @checked_arguments(own="init_method")
     def __init__(
         self,
         in_features: int,
@@ -143,29 +136,17 @@ class ColumnParallelLinear(_ParallelLinear):
         process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-        split: Split | None = None,
-        overlap_pieces: int | None = None,
-        input_is_inside: bool = False,
+        options: LayerOptions | None = None,
     ) -> None:
-        if input_is_inside and (sequence_parallel or overlap_pieces is not None):
-            raise ValueError(
-                "ColumnParallelLinear: input_is_inside=True says that the input is in the divided region already, got "
-                f"sequence_parallel={sequence_parallel} and overlap_pieces={overlap_pieces} beside it: leave these out"
-            )
-        check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
-        options: Any = {
-            "stride": stride,
-            "split": split,
-            "process_group": process_group,
-            "device": device,
-            "dtype": dtype,
-        }
-        super().__init__(in_features, out_features, bias, init_method, keep_master_weight_for_test, **options)
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.overlap_pieces = overlap_pieces
-        self.gather_output, self.input_is_inside = gather_output, input_is_inside
+        super().__init__(
+            *(in_features, out_features, bias, init_method, stride, keep_master_weight_for_test),
+            options=options,
+            process_group=process_group,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output = gather_output
+        self.input_is_inside = options is not None and options.input_is_inside
         self._checked_input = False
 
     @property
@@ -215,11 +196,7 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: Whether the input is this rank's features alone, as of a `ColumnParallelLinear` without
             `gather_output`. Otherwise it is the same on all ranks, and each takes its shard.
         stride: As in `ColumnParallelLinear`, of the input features.
-        sequence_parallel: Whether the output is this rank's part of the sequence alone.
-        sequence_dim: The dimension of the sequence then.
-        split: Which input features each rank has, in place of `stride`.
-        overlap_pieces: Into how many pieces to cut each rank's part of the sequence, or the rows without
-            `sequence_parallel`: the sum of one travels while the next is multiplied. None does not overlap.
+        options: As in `ColumnParallelLinear`.
 
     Attributes:
         weight: [out_features, in features of this rank]
@@ -232,7 +209,7 @@ class RowParallelLinear(_ParallelLinear):
 
     _dim = 1
 
-    @checked_arguments(own="split init_method overlap_pieces")
+    @checked_arguments(own="init_method")
     def __init__(
         self,
         in_features: int,
@@ -246,22 +223,17 @@ class RowParallelLinear(_ParallelLinear):
         process_group: GroupLike = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        sequence_parallel: bool = False,
-        sequence_dim: int = -2,
-        split: Split | None = None,
-        overlap_pieces: int | None = None,
+        options: LayerOptions | None = None,
     ) -> None:
-        check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)
-        options: Any = {
-            "stride": stride,
-            "split": split,
-            "process_group": process_group,
-            "device": device,
-            "dtype": dtype,
-        }
-        super().__init__(in_features, out_features, bias, init_method, keep_master_weight_for_test, **options)
-        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
-        self.overlap_pieces = overlap_pieces
+        if options is not None:
+            options.refuse("RowParallelLinear", "input_is_inside")
+        super().__init__(
+            *(in_features, out_features, bias, init_method, stride, keep_master_weight_for_test),
+            options=options,
+            process_group=process_group,
+            device=device,
+            dtype=dtype,
+        )
         if self.split.has_copies:
             raise ValueError(
                 f"RowParallelLinear: expected a split that gives each input feature to one rank, got {self.split}: "

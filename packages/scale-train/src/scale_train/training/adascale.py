@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from scale_adascale import AdaScale, suggest_batch_size
+from scale_adascale import AdaScale, AdaScaleOptions, suggest_batch_size
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_pipe.microbatch import micro_batch_sizes
 from scale_train.options import Options
@@ -32,7 +32,7 @@ def with_adascale(engine: Engine, options: Options, scaler: ShardedGradScaler) -
         num_gradients_to_accumulate=number,
         process_group=axes.data,
         model_parallel_group=None if pipeline is None else pipeline.group,
-        grad_scaler=scaler,
+        options=AdaScaleOptions(grad_scaler=scaler),
     )
 
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from scale_checkpoint import BudgetError, MemoryPlan, apply_checkpointing, apply_plan, plan_memory
+from scale_checkpoint import BudgetError, apply_checkpointing, apply_plan, plan_memory
+from scale_checkpoint.planner.plan import MemoryPlan
 from scale_checkpoint.wrapper import How
 from scale_core.comm.collectives import all_reduce, broadcast
 from scale_core.comm.group import Group, group_of
@@ -28,6 +29,7 @@ from scale_core.shard import full_shape
 from scale_fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    ShardOptions,
     class_policy,
     fully_shard,
     fully_shard_modules,
@@ -37,7 +39,7 @@ from scale_fsdp.wrapping.policy import Candidate, Policy
 from scale_moe import Experts, MoE, average_replicated_gradients
 from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_oss import OSS, ShardedDataParallel
-from scale_pipe import DistributedPipe, split
+from scale_pipe import DistributedPipe, PipelineOptions, split
 from scale_tp import context_parallel, position_ids, record_sequence_lengths, split_sequence
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.parallelize import parallelize
@@ -213,7 +215,7 @@ class PipelineEngine(nn.Module):
             split(model, stage_boundaries(len(model.blocks), stages_per_rank * self.group.size)),
             options.schedule,
             chunks=options.chunks,
-            stages_per_rank=stages_per_rank,
+            options=PipelineOptions(stages_per_rank=stages_per_rank),
             process_group=self.group,
             device=device,
         )
@@ -524,8 +526,8 @@ def make_engine(
     if options.parallel != "fsdp" or not next(model.parameters()).is_meta:
         model.to(device)
     if options.parallel == "fsdp":
-        how = {"init": _init_of(model, source), "compute_device": device, **sharding_of(options)}
-        shard_units(model, blocks_policy(model), axes, progress, **how)
+        shard_options = ShardOptions(init=_init_of(model, source), compute_device=device)
+        shard_units(model, blocks_policy(model), axes, progress, options=shard_options, **sharding_of(options))
     elif axes.expert.size > 1:
         average_replicated_gradients(model, axes.expert)
     if source is not None:

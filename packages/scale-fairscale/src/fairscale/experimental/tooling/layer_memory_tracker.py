@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from scale_checkpoint import LayerTrace, SuggestedCheckpoints
 from scale_checkpoint import suggest_checkpoint_location as suggest_for_layer_traces
 from scale_checkpoint.live_memory import LiveMemory
-from scale_checkpoint.memory_tracker import find_best_reset_points
+from scale_checkpoint.memory_tracker import LayerTrace, SuggestedCheckpoints, find_best_reset_points
 from scale_checkpoint.planner.step import device_of
 from scale_core.flat.buffer import State
 from scale_core.tree import tensors_in

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_tp import model_parallel_cuda_manual_seed, model_parallel_is_initialized
+from scale_tp.megatron import model_parallel_cuda_manual_seed, model_parallel_is_initialized
 
 
 class DummyProcessGroup:

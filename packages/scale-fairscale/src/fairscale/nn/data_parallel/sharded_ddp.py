@@ -15,7 +15,7 @@ from fairscale.internal.process_group import unwrap_process_group
 from fairscale.optim.oss import OSS
 
 _WITHOUT_EFFECT = {
-    "reduce_buffer_size": (2**23, "the size of a bucket is scale_oss.OSS(bucket_numel=...)"),
+    "reduce_buffer_size": (2**23, "the size of a bucket is scale_oss.OSSOptions(bucket_numel=...)"),
     "auto_refresh_trainable": (True, "what trains is looked up in every pass"),
     "warn_on_trainable_params_changed": (True, "what trains may change without a warning"),
 }

@@ -118,7 +118,8 @@ def _rebuild(data: Tensor, requires_grad: bool, sizes: dict[str, Any]) -> FlatPa
 class FlattenParamsWrapper(nn.Module):
     """Flattens parameters of a module into one flat parameter, or into one for each list.
 
-    In new code: `scale_fsdp.fully_shard(module, flatten_parameters=True)`, which shards the flat parameters, too.
+    In new code: `scale_fsdp.fully_shard(module, options=ShardOptions(flatten_parameters=True))`, which shards the flat
+    parameters, too.
 
         >>> import torch
         >>> from fairscale.nn import FlattenParamsWrapper

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import scale_tp
 from fairscale._warnings import warn_argument, warn_once
 from fairscale.internal.process_group import unwrap_process_group
-from scale_tp import (
-    destroy_model_parallel,
+from scale_tp import destroy_model_parallel
+from scale_tp.megatron import (
     get_context_parallel_group,
     get_context_parallel_rank,
     get_context_parallel_ranks,
@@ -27,12 +27,12 @@ from scale_tp import (
     get_data_parallel_world_size,
     model_parallel_is_initialized,
 )
-from scale_tp import get_pipeline_model_parallel_group as get_pipeline_parallel_group
-from scale_tp import get_pipeline_model_parallel_ranks as get_pipeline_parallel_ranks
-from scale_tp import get_tensor_model_parallel_group as get_model_parallel_group
-from scale_tp import get_tensor_model_parallel_rank as get_model_parallel_rank
-from scale_tp import get_tensor_model_parallel_src_rank as get_model_parallel_src_rank
-from scale_tp import get_tensor_model_parallel_world_size as get_model_parallel_world_size
+from scale_tp.megatron import get_pipeline_model_parallel_group as get_pipeline_parallel_group
+from scale_tp.megatron import get_pipeline_model_parallel_ranks as get_pipeline_parallel_ranks
+from scale_tp.megatron import get_tensor_model_parallel_group as get_model_parallel_group
+from scale_tp.megatron import get_tensor_model_parallel_rank as get_model_parallel_rank
+from scale_tp.megatron import get_tensor_model_parallel_src_rank as get_model_parallel_src_rank
+from scale_tp.megatron import get_tensor_model_parallel_world_size as get_model_parallel_world_size
 
 __all__ = [
     "destroy_model_parallel",

@@ -19,9 +19,9 @@ from fairscale.nn.model_parallel.mappings import (
 from fairscale.nn.model_parallel.utils import VocabUtility, divide_and_check_no_remainder
 from scale_core.comm.group import Group
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_tp import Split
 from scale_tp.layers.base import ParallelModule, ParamSharding
 from scale_tp.parallel_state import tensor_parallel_group
+from scale_tp.split import Split
 from scale_tp.weight_init import Initializer, init_shard
 
 __all__ = [  # Functions, too: programs import them from here, as FairScale's file had them.

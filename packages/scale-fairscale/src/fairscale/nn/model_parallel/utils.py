@@ -1,7 +1,7 @@
 """Sizes that ranks divide."""
 
-from scale_tp import VocabUtility, ensure_divisibility, split_tensor_along_last_dim
-from scale_tp import divide as divide_and_check_no_remainder
+from scale_tp.megatron import VocabUtility, ensure_divisibility, split_tensor_along_last_dim
+from scale_tp.megatron import divide as divide_and_check_no_remainder
 
 __all__ = [
     "VocabUtility",

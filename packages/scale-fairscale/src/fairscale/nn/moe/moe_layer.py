@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fairscale.internal.process_group import unwrap_process_group
 from fairscale.nn.moe.top2gate import MOEInputError
 from scale_core.comm.group import group_of
-from scale_moe import combine, dispatch, plan_dispatch
+from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
 
 
 class MOELayer(nn.Module):

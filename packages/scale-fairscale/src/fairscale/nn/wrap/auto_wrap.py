@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 
 from torch import nn
 
-import scale_fsdp
 from fairscale._warnings import warn_argument
+from scale_fsdp.wrapping import auto_wrap as scale_auto_wrap
 from scale_fsdp.wrapping.auto_wrap import DEFAULT_MIN_NUM_PARAMS
 from scale_fsdp.wrapping.policy import FORCE_LEAF_MODULES, Candidate, Policy
 
@@ -100,7 +100,7 @@ def enable_wrap(auto_wrap_policy: Any = None, **wrapper_kwargs: Any) -> Iterator
         "enable_wrap: expected wrapper_cls=, as in enable_wrap(wrapper_cls=FullyShardedDataParallel)"
     )
     policy = _as_policy(auto_wrap_policy or default_auto_wrap_policy)
-    with scale_fsdp.enable_wrap(policy, **wrapper_kwargs), ConfigAutoWrap._as(wrapper_kwargs):
+    with scale_auto_wrap.enable_wrap(policy, **wrapper_kwargs), ConfigAutoWrap._as(wrapper_kwargs):
         yield
 
 
@@ -111,7 +111,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
         AssertionError: It is wrapped already; a ValueError, too.
     """
     try:
-        return scale_fsdp.wrap(module, **wrap_overrides)
+        return scale_auto_wrap.wrap(module, **wrap_overrides)
     except ValueError as error:
         if "isn't wrapped" not in str(error):
             raise
@@ -120,7 +120,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 def auto_wrap(module: nn.Module, auto_wrap_policy: Any = None, **kwargs: Any) -> nn.Module:
     """Wraps what a policy selects inside of `enable_wrap`; outside of it, returns the module."""
-    return scale_fsdp.auto_wrap(module, _as_policy(auto_wrap_policy), **kwargs)
+    return scale_auto_wrap.auto_wrap(module, _as_policy(auto_wrap_policy), **kwargs)
 
 
 class ConfigAutoWrap(ContextDecorator):

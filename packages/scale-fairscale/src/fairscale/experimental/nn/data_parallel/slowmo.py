@@ -19,7 +19,7 @@ from fairscale._warnings import refuse, warn_argument
 from scale_core.comm.collectives import all_reduce, broadcast
 from scale_core.comm.group import Group, group_of
 from scale_core.hooks.autograd import weak_hook
-from scale_oss import LocalSGD
+from scale_oss import LocalSGD, LocalSGDOptions
 
 
 class SlowMoBaseAlgorithm(enum.Enum):
@@ -148,7 +148,7 @@ class SlowMoDistributedDataParallel(nn.Module):
                 outer_lr=self.slowmo_lr,
                 outer_momentum=self.slowmo_momentum,
                 process_group=self._nodes,
-                broadcast_buffers=self.broadcast_buffers,
+                options=LocalSGDOptions(broadcast_buffers=self.broadcast_buffers),
             )
 
     def _init_global_momentum_buffers(self, optimizer: Optimizer) -> None:

@@ -1,0 +1,62 @@
+"""`LayerOptions`: what the layers take beyond the arguments of Megatron, FairScale and torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from scale_core.arguments import checked_arguments
+from scale_tp.split import Split, check_size
+
+
+@checked_arguments(own="split overlap_pieces")
+@dataclass(frozen=True)
+class LayerOptions:
+    """How a divided layer divides sequences and features, and overlaps communication.
+
+        >>> from scale_tp import LayerOptions, RowParallelLinear
+        >>> layer = RowParallelLinear(8, 4, options=LayerOptions(sequence_parallel=True, overlap_pieces=2))
+
+    Attributes:
+        sequence_parallel: Whether the input of a `ColumnParallelLinear` is this rank's part of the sequence, whose
+            parts are gathered; or the output of a `RowParallelLinear` or a `VocabParallelEmbedding`.
+        sequence_dim: The dimension of the sequence then.
+        split: Which output features of a `ColumnParallelLinear`, or input features of a `RowParallelLinear`, each rank
+            has, in place of `stride`. Ranks may have copies of each other's output features, as of key-value heads; the
+            gradients of copies are summed.
+        overlap_pieces: In a `ColumnParallelLinear` the number of pieces of the other ranks' parts of the sequence,
+            each multiplied while the next ones are sent; in the backward pass the gradient of the input is sent while
+            that of the weight is computed, which without `sequence_parallel` is all there is. In a `RowParallelLinear`
+            into how many pieces to cut each rank's part of the sequence, or the rows without `sequence_parallel`: the
+            sum of one travels while the next is multiplied. None does not overlap.
+        input_is_inside: Whether the input of a `ColumnParallelLinear` has been brought into the divided region already,
+            as by `copy_to_tensor_model_parallel_region`, for several layers together. Not with `sequence_parallel` or
+            `overlap_pieces`, which say how it is brought there.
+
+    Raises:
+        TypeError: A field is of another type.
+        ValueError: Fields that contradict each other, or a number of pieces below 1.
+    """
+
+    sequence_parallel: bool = False
+    sequence_dim: int = -2
+    split: Split | None = None
+    overlap_pieces: int | None = None
+    input_is_inside: bool = False
+
+    def __post_init__(self) -> None:
+        if self.input_is_inside and (self.sequence_parallel or self.overlap_pieces is not None):
+            raise ValueError(
+                "LayerOptions: input_is_inside=True says that the input is in the divided region already, got "
+                f"sequence_parallel={self.sequence_parallel} and overlap_pieces={self.overlap_pieces} beside it: leave "
+                "these out"
+            )
+        check_size("overlap_pieces", 1 if self.overlap_pieces is None else self.overlap_pieces, 1)
+
+    def refuse(self, layer: str, *names: str) -> None:
+        """Raises ValueError for options that this layer does not have."""
+        for field in fields(self):
+            if field.name in names and getattr(self, field.name) != field.default:
+                raise ValueError(
+                    f"{layer}: there is no option {field.name} for this layer, got "
+                    f"{field.name}={getattr(self, field.name)!r}: leave it out of LayerOptions"
+                )
