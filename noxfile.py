@@ -248,7 +248,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def screenshots(session: nox.Session) -> None:
     """Look at pages of the built site, on a desk and on a phone, into docs-screenshots; needs a Chromium."""
-    session.run("python", "benchmarks/screenshots.py", *session.posargs)
+    session.run("python", "tools/screenshots.py", *session.posargs)
 
 
 @nox.session(allow_parallel=True)
@@ -311,14 +311,14 @@ def fairscale_clients(session: nox.Session, client: str) -> None:
 
 @nox.session
 def benchmarks(session: nox.Session) -> None:
-    """Run every benchmark in its smallest form; `nox -s benchmarks -- data_parallel --turns 5` runs one as it is."""
+    """Run every benchmark and tool in its smallest form; `nox -s benchmarks -- data_parallel --turns 5` runs one."""
     tools = ["matplotlib>=3.8", "scikit-learn>=1.5", *OPTIMIZERS]  # adascale_digits and optimizers need these
     install_everything(session, *test_group(PACKAGES), *tools)
     if session.posargs:
         name, *arguments = session.posargs
         session.run("python", f"benchmarks/{name}.py", *arguments)
         return
-    for script in sorted(ROOT.glob("benchmarks/*.py")):
+    for script in sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("tools/*.py")]):
         if '__name__ == "__main__"' in script.read_text(encoding="utf-8"):
             session.run("python", str(script.relative_to(ROOT)), "--smoke")
 

@@ -41,7 +41,6 @@ PAGES = sorted(
         "packages/*/README.md",
     )
     for path in HOUSE.glob(pattern)
-    if path.name != "CHANGELOG.md"
 )
 FENCE = re.compile(
     r"^(?P<indent>[ ]*)(?P<ticks>`{3,})[ ]*\{?[ .]*(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)(?P=ticks)[ ]*$",

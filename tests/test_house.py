@@ -40,18 +40,18 @@ FLOORS = {
     "scale-train": 4,
     "scale-tools": 5,
 }
-FILES_AND_JUMPS = {
-    "fully_shard": (15, 348),
-    "ShardedDataParallel": (19, 158),
-    "OSS with DDP": (10, 51),
-    "DistributedPipe": (19, 128),
-    "Pipe": (10, 120),
-    "parallelize": (14, 81),
-    "ColumnParallelLinear": (12, 34),
-    "AdaScale": (13, 68),
-    "checkpoint_wrapper": (3, 26),
+FILES_OF_A_STEP = {
+    "fully_shard": 15,
+    "ShardedDataParallel": 19,
+    "OSS with DDP": 10,
+    "DistributedPipe": 19,
+    "Pipe": 10,
+    "parallelize": 14,
+    "ColumnParallelLinear": 12,
+    "AdaScale": 13,
+    "checkpoint_wrapper": 3,
 }
-"""Of one steady step: how many files of ours it may enter, and how often it may go from one to another."""
+"""Of one steady step: how many files of ours it may enter. Jumps between them have no limit; the tool shows them."""
 NAMES_IN_A_TRACE = {
     "fully_shard": [
         f"scale_fsdp::{phase} (blocks.2)"
@@ -218,6 +218,7 @@ def test_a_package_is_complete(package: str) -> None:
     assert project(package)["requires-python"] == ">=3.11"
     assert (folder / "README.md").read_text(encoding="utf-8").startswith(f"# {package}\n")
     assert all((installed / "py.typed").is_file() for installed in source_folders(package))
+    assert (folder / "DESIGN.md").read_text(encoding="utf-8").startswith(f"# Design of {package}\n")
     assert list((folder / "tests").rglob("test_*.py"))
     assert (folder / "LICENSE").read_bytes() == (HOME.parent / "LICENSE").read_bytes()
 
@@ -381,18 +382,17 @@ def test_folders_of_a_package_stand_on_each_other(package: str) -> None:
 
 
 def test_a_step_passes_few_files() -> None:
-    """`python benchmarks/step_path.py fully_shard --calls` shows the way."""
-    script = HOME.parent / "benchmarks" / "step_path.py"
-    traced = subprocess.run([sys.executable, script, *FILES_AND_JUMPS, "--json"], capture_output=True, check=True)
+    """`python tools/step_path.py fully_shard --calls` shows the way."""
+    script = HOME.parent / "tools" / "step_path.py"
+    traced = subprocess.run([sys.executable, script, *FILES_OF_A_STEP, "--json"], capture_output=True, check=True)
     for name, step in json.loads(traced.stdout).items():
-        files, jumps = FILES_AND_JUMPS[name]
+        files = FILES_OF_A_STEP[name]
         assert step["files"] <= files, f"{name} passes {step['files']} files, and {files} are enough: {step['path']}"
-        assert step["jumps"] <= jumps, f"{name} goes from file to file {step['jumps']} times, and {jumps} are enough"
 
 
 def test_a_trace_of_a_profiler_names_units() -> None:
-    """`python benchmarks/step_path.py --ranges` prints all names."""
-    script = HOME.parent / "benchmarks" / "step_path.py"
+    """`python tools/step_path.py --ranges` prints all names."""
+    script = HOME.parent / "tools" / "step_path.py"
     command = [sys.executable, str(script), *NAMES_IN_A_TRACE, "--ranges"]
     printed = subprocess.run(command, capture_output=True, check=True).stdout
     ranges = json.loads(printed.splitlines()[-1])  # The profiler may print lines of its own.
@@ -401,20 +401,20 @@ def test_a_trace_of_a_profiler_names_units() -> None:
 
 
 def test_the_picture_shows_the_house_as_it_is() -> None:
-    """`python benchmarks/architecture.py` draws it anew."""
-    script = HOME.parent / "benchmarks" / "architecture.py"
+    """`python tools/architecture.py` draws it anew."""
+    script = HOME.parent / "tools" / "architecture.py"
     subprocess.run([sys.executable, script, "--check"], check=True)
 
 
 def test_the_pictures_of_the_guides_are_as_they_are_drawn() -> None:
-    """`python benchmarks/pictures.py` draws them anew."""
-    script = HOME.parent / "benchmarks" / "pictures.py"
+    """`python tools/pictures.py` draws them anew."""
+    script = HOME.parent / "tools" / "pictures.py"
     subprocess.run([sys.executable, script, "--check"], check=True)
 
 
 def test_the_page_of_figures_is_what_the_results_are() -> None:
-    """`python benchmarks/figures.py` writes it anew."""
-    script = HOME.parent / "benchmarks" / "figures.py"
+    """`python tools/figures.py` writes it anew."""
+    script = HOME.parent / "tools" / "figures.py"
     subprocess.run([sys.executable, script, "--check"], check=True)
 
 

@@ -1,18 +1,16 @@
-"""Pages that are made with the site: all error texts, from the source, and the release notes, from the changelog.
+"""A page that is made with the site: all error texts, from the source.
 
 A reader who searches for the text of an error finds the row with its kind and its module.
 """
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = ROOT / "packages"
+PACKAGES = Path(__file__).parents[2] / "packages"
 MAX_WORDS = 16
 PRIVATE = {"AttributeError", "AssertionError", "StopIteration", "KeyboardInterrupt"}
 HEAD = """# Error texts
@@ -66,14 +64,8 @@ def _cell(text: str) -> str:
     return f"`{text.replace('|', '/').replace('`', chr(39))}`"
 
 
-def release_notes() -> str:
-    """Returns the changelog with links that hold in the site."""
-    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").replace("# Changelog", "# Release notes", 1)
-    return re.sub(r"\]\(docs/", "](", text)
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages."""
-    for path, content in (("guides/error-texts.md", error_texts()), ("release-notes.md", release_notes())):
-        files.append(File.generated(config, path, content=content, inclusion=InclusionLevel.INCLUDED))
+    """Adds the page."""
+    page = File.generated(config, "guides/error-texts.md", content=error_texts(), inclusion=InclusionLevel.INCLUDED)
+    files.append(page)
     return files

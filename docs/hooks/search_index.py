@@ -12,7 +12,6 @@ BOOSTS = {
     "glossary": 0.1,
     "composition": 0.5,
     "how-": 0.5,
-    "release-notes": 0.02,
     "guides/error-texts": 0.02,
     "guides/fairscale-names": 0.5,
     "guides/faults": 0.2,

@@ -1,7 +1,7 @@
-"""Links of the documentation to lines of the source: `[gather](../packages/.../buffer.py#FlatBuffer.gather)`.
+"""Links of the documentation to the source, `[gather](../packages/.../buffer.py#FlatBuffer.gather)`, and to DESIGN.md.
 
 In a checkout such a link opens the file. In the site it leads to a page with the source and to the line where the name
-is defined; a name that is no longer there ends the build.
+is defined; a name that is no longer there ends the build. The design note of each package is a page of the site.
 """
 
 import ast
@@ -15,11 +15,16 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
+DESIGN_LINK = re.compile(r"\]\((?:\.\./)+(?:packages/)?([\w-]+)/DESIGN\.md")
 LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+(packages/[\w/.-]+/src/([\w/]+)\.py)(?:#([\w.]+))?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds a page for each source file that some page links to."""
+    """Adds a page for each design note, and for each source file that some page links to."""
+    for path in sorted([*ROOT.glob("packages/*/DESIGN.md"), ROOT / "tests" / "DESIGN.md"]):
+        content = f"---\nsearch: {{exclude: true}}\n---\n{path.read_text(encoding='utf-8')}"
+        uri = f"design/{path.parent.name}.md"
+        files.append(File.generated(config, uri, content=content, inclusion=InclusionLevel.NOT_IN_NAV))
     linked = {
         (path, name) for file in files.documentation_pages() for _, path, name, _ in LINK.findall(file.content_string)
     }
@@ -42,6 +47,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         words = re.sub(r"`([^`]+)`", r"<code>\1</code>", words)
         return f'<a href="{here}/#__codelineno-0-{line}">{words}</a>'
 
+    folder = posixpath.dirname(page.file.src_uri)
+    markdown = DESIGN_LINK.sub(lambda link: f"]({posixpath.relpath(f'design/{link[1]}.md', folder or '.')}", markdown)
     return LINK.sub(target, markdown)
 
 

@@ -57,9 +57,9 @@ def test_both_sides_of_the_diff_train_alike(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_bars_are_those_of_the_newest_results() -> None:
-    script = HOUSE / "benchmarks/readme_bars.py"
+    script = HOUSE / "tools/readme_bars.py"
     bars = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
-    assert f"```text\n{bars}```" in README, "run benchmarks/readme_bars.py --write"
+    assert f"```text\n{bars}```" in README, "run tools/readme_bars.py --write"
     newest = max((HOUSE / "benchmarks/results").glob("*-data_parallel.md"))
     assert f"benchmarks/results/{newest.name}" in README
 

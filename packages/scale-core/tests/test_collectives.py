@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_core.comm.collectives import _divisor_before, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from scale_core.comm.collectives import (
+    _divisor_before,
+    all_gather,
+    all_reduce,
+    all_reduce_in_rank_order,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+)
 from scale_core.comm.group import Group, group_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool)
@@ -81,6 +89,19 @@ def check_reductions(group: Group, parts: list[Tensor]) -> None:
     assert torch.equal(all_reduce(parts[group.rank].clone(), group, op="min").wait(), stacked.amin(dim=0))
 
 
+def check_sums_on_all_ranks(group: Group, parts: list[Tensor]) -> None:
+    dtype, sent = parts[0].dtype, parts[group.rank].clone()
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    expected = parts[0].to(wide)
+    for summand in parts[1:]:
+        expected = expected + summand
+    assert torch.equal(all_reduce_in_rank_order(sent, group, tag=79).wait(), expected.to(dtype))
+    if dtype.is_floating_point:
+        average = all_reduce_in_rank_order(sent, group, average=True, tag=79).wait()
+        assert torch.equal(average, (expected / group.size).to(dtype))
+    assert torch.equal(sent, parts[group.rank]), "the argument was written to"
+
+
 def bytes_written(call: Callable[[], object]) -> int:
     """Bytes that this process hands to the system, sockets included."""
     before = written()
@@ -106,6 +127,8 @@ def test_every_operation_is_right_to_the_bit_in_rank_order(num_ranks: int) -> No
             check_moves(group, parts, fulls)
             check_sums(group, fulls)
             check_reductions(group, parts)
+            if dtype is not torch.bool:
+                check_sums_on_all_ranks(group, parts)
 
 
 @pytest.mark.ranks("num_ranks")

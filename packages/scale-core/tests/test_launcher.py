@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scale_core.launch import format_exit_code, init_distributed, launch_local
+from scale_core.launch import init_distributed, launch_local
 from scale_core.launch import launcher as launch
+from scale_core.launch.launcher import format_exit_code
 
 
 def write_sum(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import scale_moe.gradients
-import scale_moe.mappings
+from scale_core.comm import collectives
 from scale_core.comm.group import Group
 from scale_core.comm.work import LIMIT_VARIABLE
 from scale_core.errors import ContractError, TransferError
@@ -306,7 +306,7 @@ def other_orders() -> list[str]:
     """On a transport that matches messages by their order, as NCCL."""
     with (
         mock.patch.object(scale_moe.gradients, "peer_to_peer", return_value=False),
-        mock.patch.object(scale_moe.mappings, "peer_to_peer", return_value=False),
+        mock.patch.object(collectives, "peer_to_peer", return_value=False),
     ):
         found, rank = [], dist.get_rank()
         model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})

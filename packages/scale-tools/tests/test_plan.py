@@ -136,7 +136,7 @@ def test_a_plan_is_what_two_real_ranks_hold() -> None:
         if parallel in ("fsdp", "ddp"):
             assert planned == measured, way
             continue
-        # A parameter of OSS is a storage over a part of its buffer, and is met as one beside it (decision 0031).
+        # A parameter of OSS is a storage over a part of its buffer, and is met as one beside it (scale-oss/DESIGN.md).
         measured["parameters"] //= 2
         padding = 1 << 10
         for kind in ("parameters", "gradients", "optimizer state"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ def timeline(monkeypatch: pytest.MonkeyPatch) -> Any:
     import step_timeline
 
     yield step_timeline
-    for name in ("step_timeline", "report"):
+    for name in ("async_tp", "step_timeline", "report"):
         sys.modules.pop(name, None)
 
 
@@ -37,6 +38,13 @@ def test_a_step_waits_for_one_gather_more_than_torchs_at_most(timeline: Any) -> 
     ours, torchs = (timeline.measure(engine, 80, 4, 4096, 8192) for engine in ("fully_shard", "FSDP2"))
     gather_seconds = 4 * 4 * 4096**2 * 2 / 80e9
     assert ours.exposed_seconds <= torchs.exposed_seconds + gather_seconds
+
+
+def test_pieces_hide_most_communication_of_divided_layers(timeline: Any) -> None:
+    async_tp = importlib.import_module("async_tp")
+    plain, overlapped = (async_tp.measure(True, pieces, 200, 2, 4096, 8192) for pieces in (None, 4))
+    assert overlapped.exposed_seconds < 0.5 * plain.exposed_seconds
+    assert overlapped.step_seconds < 0.9 * plain.step_seconds
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])

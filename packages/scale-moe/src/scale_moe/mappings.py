@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from scale_core.comm.collectives import all_gather, all_reduce, peer_to_peer, reduce_scatter
+from scale_core.comm.collectives import all_reduce_in_rank_order
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.errors import TransferError
@@ -62,21 +62,12 @@ class _Sum(torch.autograd.Function):
 def all_reduced(tensor: Tensor, group: Group, what: str, name: str, *, average: bool = False) -> Tensor:
     """Returns the sum or average over the ranks, the same bits on all of them; `name` is whose it is, in errors.
 
-    On the host it goes in halves, whose messages have tags: ranks at different tensors of one shape never read each
-    other's data. There, summands are added in rank order, in fp32 at least.
+    Ranks at different tensors of one shape never read each other's data on the host, because the tag tells them apart.
     """
-    flat = tensor.clone(memory_format=torch.contiguous_format).view(-1)  # Others hold the one that came.
-    if not peer_to_peer(group, flat.device):
-        total = all_reduce(flat, group).wait()
-        return (total.div_(group.size) if average else total).view_as(tensor)
-    # `scale_tp.comm` has this sum, too: to share it was measured at 12 more file jumps in a step, and no fewer lines.
-    size = -(-flat.numel() // group.size)
-    sizes = [min(size, max(0, flat.numel() - rank * size)) for rank in range(group.size)]
+    flat = tensor.detach().contiguous().view(-1)
     tag = message_tag(Event(f"{what} {flat.dtype} {flat.numel()}", name))
     try:
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        part = reduce_scatter(flat, group, dtype=wide, average=average, sizes=sizes, tag=tag).wait().to(flat.dtype)
-        return all_gather(flat, part, group, sizes=sizes, tag=tag).wait().view_as(tensor)
+        return all_reduce_in_rank_order(flat, group, average=average, tag=tag).wait().view_as(tensor)
     except TransferError as error:
         error.add_note(
             f"in the {'average' if average else 'sum'} of the {what} of '{name}' over the ranks {list(group.ranks)}: "

@@ -19,7 +19,7 @@ from scale_core.comm.collectives import (
     UNIT_TAGS,
     CollectiveWork,
     all_gather,
-    all_reduce,
+    all_reduce_in_rank_order,
     exchange,
     peer_to_peer,
     reduce_scatter,
@@ -108,23 +108,10 @@ def start_all_reduce(tensor: Tensor, group: Group) -> PendingTensor:
     """Starts `all_reduce_sum`; the tensor must not change until it is waited for."""
     if group.size == 1:
         return PendingTensor("a sum", tensor, group, CollectiveWork("sum", [], tensor))
-    shape, dtype, flat = tensor.shape, tensor.dtype, tensor.detach().contiguous().view(-1)
-    if not peer_to_peer(group, tensor.device):
-        return PendingTensor("a sum", tensor, group, all_reduce(flat.clone().view(shape), group))
-    tag = call_tag("sum", dtype, tuple(shape))
-    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    if group.size == 2:  # One round of messages where a reduction and a gather are two, and no more bytes.
-        both = torch.empty(2, flat.numel(), dtype=dtype, device=flat.device)
-        work = all_gather(both.view(-1), flat, group, tag=tag)
-        return PendingTensor("a sum", tensor, group, work, lambda _: (both[0].to(wide) + both[1]).to(dtype).view(shape))
-    sizes = even_sizes(flat.numel(), group.size)
-    work = reduce_scatter(flat, group, dtype=wide, average=False, sizes=sizes, tag=tag)
-
-    def gather_parts(part: Tensor) -> Tensor:
-        total = torch.empty_like(flat)
-        return all_gather(total, part.to(dtype), group, sizes=sizes, tag=tag).wait().view(shape)
-
-    return PendingTensor("a sum", tensor, group, work, gather_parts)
+    shape = tensor.shape
+    tag = call_tag("sum", tensor.dtype, tuple(shape))
+    work = all_reduce_in_rank_order(tensor.detach().contiguous().view(-1), group, tag=tag)
+    return PendingTensor("a sum", tensor, group, work, lambda total: total.view(shape))
 
 
 def all_gather_along(tensor: Tensor, group: Group, dim: int, sizes: Sequence[int] | None = None) -> Tensor:

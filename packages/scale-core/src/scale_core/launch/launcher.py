@@ -90,7 +90,6 @@ def launch_local(
         kill_all(ranks)
 
 
-@checked_arguments
 def format_exit_code(code: int) -> str:
     """Describes an exit code: "was killed by SIGKILL", "exited with code 3"."""
     if code >= 0:

@@ -127,7 +127,7 @@ def check_unstyled_siblings(
 ) -> None:
     """Refuses parameters without a style that fit both an output of 'colwise' layers and one that all ranks have.
 
-    On a part, each rank would have a summand of their gradient alone, and nothing would show it (decision 0042).
+    On a part, each rank would have a summand of their gradient alone, and nothing would show it (see DESIGN.md).
     """
     divided = {path for path, style in styles.items() if style.divides not in ("nothing", "sequence")}
     for parent in dict.fromkeys(path.rpartition(".")[0] for path, style in styles.items() if style.output == "part"):
