@@ -36,6 +36,7 @@ PAGES = sorted(
         "*.md",
         "docs/*.md",
         "docs/guides/**/*.md",
+        "docs/internals/*.md",
         "docs/examples/*.md",
         "docs/tutorials/*.md",
         "packages/*/README.md",

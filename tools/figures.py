@@ -1,6 +1,6 @@
 """The page of the docs on what reliability costs and what it was tried with, made from the newest results.
 
-    python tools/figures.py            # writes docs/guides/reliability-figures.md
+    python tools/figures.py            # writes docs/internals/reliability-figures.md
     python tools/figures.py --check    # fails where the page would change; `nox -s house` asks this
     python tools/figures.py --smoke    # the same
 
@@ -24,7 +24,7 @@ from report import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "guides" / "reliability-figures.md"
+PAGE = ROOT / "docs" / "internals" / "reliability-figures.md"
 
 Figures = list[dict[str, Any]]
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of the guides: a step of FSDP, buckets of OSS, a divided block, rows of experts, which technique.
+"""Draws the pictures of the guides, and the logo. Each has the colors of a light and of a dark page.
 
     python tools/pictures.py            # draws them anew, into docs/guides
     python tools/pictures.py --check    # fails where a picture would change
@@ -10,25 +10,54 @@ The schedules of pipelines are drawn by scale_pipe itself (`save_drawing`), the 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from textwrap import wrap
 
-GUIDES = Path(__file__).parent.parent / "docs" / "guides"
-INK, SOFT, FAINT, WHITE = "#1f2430", "#6b7280", "#d7dbe3", "#ffffff"
-BLUE, GREEN, ORANGE, VIOLET = "#3b6ea8", "#4f8a5b", "#c9803a", "#7a5ea8"
-PALE = {BLUE: "#dce8f5", GREEN: "#dfeee2", ORANGE: "#f7e6d3", VIOLET: "#e8e1f3"}
+import readme_bars
+
+DOCS = Path(__file__).parent.parent / "docs"
+GUIDES, IMAGES = DOCS / "guides", DOCS / "images"
+COLORS = {
+    "ink": ("#1f2430", "#e4e7ee"),
+    "soft": ("#6b7280", "#a3abba"),
+    "faint": ("#d7dbe3", "#4a5162"),
+    "ground": ("#ffffff", "#1e2129"),
+    "on-solid": ("#ffffff", "#ffffff"),
+    "blue": ("#3b6ea8", "#4d82bf"),
+    "green": ("#4f8a5b", "#5a9a67"),
+    "orange": ("#c9803a", "#c07a37"),
+    "violet": ("#7a5ea8", "#8d72bd"),
+    "pale-blue": ("#dce8f5", "#26384d"),
+    "pale-green": ("#dfeee2", "#263c2c"),
+    "pale-orange": ("#f7e6d3", "#47351f"),
+    "pale-violet": ("#e8e1f3", "#352c47"),
+}
+"""Of a light page and of a dark one: browsers choose by the color scheme of the page around the picture."""
+INK, SOFT, FAINT, WHITE = (f"var(--{name})" for name in ("ink", "soft", "faint", "on-solid"))
+BLUE, GREEN, ORANGE, VIOLET = (f"var(--{name})" for name in ("blue", "green", "orange", "violet"))
+GROUND = "var(--ground)"
+PALE = {color: color.replace("--", "--pale-") for color in (BLUE, GREEN, ORANGE, VIOLET)}
+
+
+def style() -> str:
+    """Returns the colors as variables of the picture."""
+    light, dark = ("".join(f"--{name}:{pair[scheme]};" for name, pair in COLORS.items()) for scheme in (0, 1))
+    return f"<style>svg{{{light}}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
 
 
 class Drawing:
-    """Shapes of one SVG, `width` by `height` pixels on white, so that it is read on a dark page too."""
+    """Shapes of one SVG, `width` by `height` pixels, on a ground of its own so that it is read anywhere."""
 
     def __init__(self, width: float, height: float) -> None:
         self.parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" font-family="sans-serif" font-size="13">',
-            f'<rect width="{width:g}" height="{height:g}" fill="{WHITE}"/>',
+            style(),
+            f'<rect width="{width:g}" height="{height:g}" rx="6" fill="{GROUND}"/>',
             f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
             f'orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{SOFT}"/></marker></defs>',
         ]
@@ -61,7 +90,7 @@ class Drawing:
         color: str = BLUE,
         solid: bool = False,
     ) -> None:
-        fill = color if solid else PALE.get(color, WHITE)
+        fill = color if solid else PALE.get(color, GROUND)
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}" stroke="{color}"/>'
         )
@@ -89,6 +118,10 @@ class Drawing:
         )
         if words:
             self.text((x1 + x2) / 2 + side, (y1 + y2) / 2 + (4 if x1 == x2 else -5), words, color=SOFT, size=12)
+
+    def curve(self, points: Sequence[tuple[float, float]], color: str) -> None:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
 
     def words(self, y: float, text: str) -> None:
         """Writes lines of text below what is drawn."""
@@ -248,7 +281,7 @@ def which_technique() -> str:
         ("... with activation checkpointing?", "scale-checkpoint, then DDP or OSS", GREEN),
         ("... with optimizer state and gradients sharded?", "OSS with ShardedDataParallel (ZeRO-2)", BLUE),
         ("... with parameters sharded too, on a fast link?", "fully_shard (FSDP, ZeRO-3)", BLUE),
-        ("Is the link fast inside a node alone?", "hybrid sharding (HSDP), or pipelines across nodes", VIOLET),
+        ("Is the link fast only inside a node?", "hybrid sharding (HSDP), or pipelines across nodes", VIOLET),
         ("Is one layer or the batch per GPU the limit?", "tensor parallel inside a node × fully_shard", VIOLET),
         ("Is one sequence the limit?", "context parallel", VIOLET),
     ]
@@ -266,14 +299,226 @@ def which_technique() -> str:
     return drawing.svg()
 
 
+def snapshot() -> str:
+    """Draws which rank writes what of a snapshot, and who reads it."""
+    drawing = Drawing(800, 282)
+    for x, words in ((12, "two ranks save"), (322, "step-00000012/"), (640, "three ranks load")):
+        drawing.text(x, 24, words, bold=True)
+    for rank, y, color in ((1, 40, GREEN), (0, 128, BLUE)):
+        drawing.box(12, y, 190, 66, f"rank {rank}: its shards of weights and optimizer", color=color)
+        drawing.box(322, y + 8, 210, 46, f"rank-{rank:05}.safetensors", color=color)
+        drawing.arrow(202, y + 31, 318, y + 31, "its shards, once", side=-50)
+    drawing.box(322, 214, 210, 46, "manifest.json: names, shapes, checksums", color=ORANGE)
+    drawing.arrow(107, 194, 318, 237, "", color=SOFT)
+    drawing.text(108, 236, "rank 0, last: now it counts", size=12, color=SOFT)
+    for rank, y in enumerate((40, 106, 172)):
+        drawing.box(640, y, 148, 48, f"rank {rank}: reads its new shard", color=VIOLET)
+        for source in ((71,), (71, 159), (159,))[rank]:
+            drawing.arrow(532, source, 636, y + 24)
+    return drawing.svg()
+
+
+def hybrid_sharding() -> str:
+    """Draws a mesh of two nodes with four GPUs: gathers inside a node, reductions of gradients between them."""
+    drawing = Drawing(760, 268)
+    for node, y in enumerate((36, 168)):
+        drawing.box(84, y - 8, 580, 72, color=FAINT)
+        drawing.text(12, y + 32, f"node {node}", bold=True)
+        for gpu in range(4):
+            x = 100 + gpu * 142
+            drawing.box(x, y, 122, 56, f"GPU {4 * node + gpu}\nshard {gpu}", color=(BLUE, GREEN, ORANGE, VIOLET)[gpu])
+            if gpu:
+                drawing.arrow(x - 18, y + 28, x - 3, y + 28)
+                drawing.arrow(x - 5, y + 36, x - 20, y + 36)
+    for gpu in range(4):
+        x = 161 + gpu * 142
+        drawing.arrow(x, 132, x, 104, color=SOFT)
+        drawing.arrow(x, 132, x, 156, color=SOFT)
+    drawing.text(676, 70, "gathers", color=SOFT, size=12)
+    for line, words in enumerate(("all-reduce of", "gradients")):
+        drawing.text(676, 126 + 16 * line, words, color=SOFT, size=12)
+    drawing.words(256, "Each node has all parameters once. Parameters never travel between nodes, gradients do.")
+    return drawing.svg()
+
+
+def oss_memory() -> str:
+    """Draws the bytes per parameter on each of four ranks, for Adam in fp32, by what is sharded."""
+    rows = {
+        "DDP": (4, 4, 8),
+        "OSS with DDP (ZeRO-1)": (4, 4, 2),
+        "OSS with ShardedDataParallel (ZeRO-2)": (4, 1, 2),
+        "fully_shard (FSDP, ZeRO-3)": (1, 1, 2),
+    }
+    left, unit = 262, 29
+    drawing = Drawing(left + 16 * unit + 54, 44 * len(rows) + 62)
+    parts = (("parameters", BLUE), ("gradients", GREEN), ("Adam's state", ORANGE))
+    for index, (words, color) in enumerate(parts):
+        drawing.box(left + index * 140, 12, 20, 18, color=color)
+        drawing.text(left + 26 + index * 140, 26, words, size=12)
+    for row, (name, sizes) in enumerate(rows.items()):
+        x, y = float(left), 44 + row * 44
+        drawing.text(12, y + 22, name)
+        for size, (_, color) in zip(sizes, parts, strict=True):
+            drawing.box(x, y, size * unit, 32, str(size), color=color)
+            x += size * unit
+        drawing.text(x + 8, y + 21, f"{sum(sizes)}", bold=True)
+    drawing.words(44 * len(rows) + 50, "Bytes per parameter on each of 4 ranks, without activations and buffers.")
+    return drawing.svg()
+
+
+def context_ring() -> str:
+    """Draws ring attention on four ranks: queries stay, keys and values travel, chunks from both ends of a sequence."""
+    drawing = Drawing(780, 270)
+    colors = (BLUE, GREEN, ORANGE, VIOLET)
+    drawing.text(12, 24, "a sequence of 8 chunks: rank r has the r-th from the front and from the back", bold=True)
+    for chunk in range(8):
+        rank = min(chunk, 7 - chunk)
+        drawing.box(12 + chunk * 94, 36, 90, 30, f"rank {rank}", color=colors[rank])
+    drawing.text(12, 100, "attention: queries stay, keys and values go around the ring", bold=True)
+    for rank, color in enumerate(colors):
+        x = 12 + rank * 192
+        drawing.box(x, 114, 156, 36, f"rank {rank}: queries {rank}, {7 - rank}", color=color)
+        for step in range(2):
+            source = (rank - step) % 4
+            y = 168 + step * 34
+            drawing.box(x, y, 156, 26, f"keys, values {source}, {7 - source}", color=colors[source])
+        if rank < 3:
+            drawing.arrow(x + 156, 184, x + 190, 210)
+    drawing.words(252, "Two of four steps. While a rank computes with one part, the next one arrives: W - 1 messages.")
+    return drawing.svg()
+
+
+def gain_of(progress: float, scale: float) -> float:
+    """Returns the gain of AdaScale, if the noise of the small batch's gradient grows from 1 to 12 times its square."""
+    noise = math.pow(12.0, progress)
+    return (noise + 1) / (noise / scale + 1)
+
+
+def adascale_schedule() -> str:
+    """Draws the learning rate of a small batch, and AdaScale's for a batch that is four times as large."""
+    scale, steps, base = 4.0, 100, 34.0
+    progress, large = 0.0, [(0.0, base * gain_of(0, scale))]
+    while progress < steps:
+        gain = gain_of(progress / steps, scale)
+        progress += gain
+        at = min(progress / steps, 1.0)
+        large.append((len(large), base * gain_of(at, scale) * (1 + math.cos(math.pi * at)) / 2))
+    small = [(step, base * (1 + math.cos(math.pi * step / steps)) / 2) for step in range(steps + 1)]
+    left, bottom, across = 46, 182, 5.4
+    drawing = Drawing(780, 246)
+    drawing.arrow(left, bottom, left + across * steps + 30, bottom)
+    drawing.arrow(left, bottom, left, 22)
+    drawing.text(left + 8, 30, "learning rate", color=SOFT, size=12)
+    drawing.text(left + across * steps + 36, bottom + 4, "optimizer steps", color=SOFT, size=12)
+    for points, color, words in (
+        (small, BLUE, f"small batch, {steps} steps: the schedule that you tuned"),
+        (large, ORANGE, f"batch x 4 with AdaScale, {len(large) - 1} steps: that rate times the gain of the step"),
+    ):
+        drawing.curve([(left + across * x, bottom - 2.1 * y) for x, y in points], color)
+        drawing.text(left + 300, 40 if color == ORANGE else 64, words, color=color, size=12)
+    for points in (small, large):
+        drawing.text(left + across * points[-1][0], bottom + 18, str(len(points) - 1), size=12, anchor="middle")
+    drawing.words(
+        222,
+        "By AdaScale's formula, for noise that grows while training goes on. A gain of 2.5 counts as 2.5 steps of the "
+        "small batch, and training ends when the gains add up to its steps.",
+    )
+    return drawing.svg()
+
+
+def expert_balance() -> str:
+    """Draws how many of 32 rows four experts get, without balancing and with it, and where a capacity cuts."""
+    drawing = Drawing(760, 250)
+    colors = (BLUE, GREEN, ORANGE, VIOLET)
+    titles = ("without balancing", "balanced: bias_update_rate, or an auxiliary loss")
+    for panel, (title, rows) in enumerate(zip(titles, ((17, 8, 5, 2), (9, 8, 8, 7)), strict=True)):
+        left, bottom, unit = 40 + panel * 376, 196, 8
+        drawing.text(left, 24, title, bold=True)
+        for expert, count in enumerate(rows):
+            x = left + expert * 78
+            drawing.box(x, bottom - count * unit, 60, count * unit, color=colors[expert], solid=False)
+            drawing.text(x + 30, bottom - 6, str(count), anchor="middle", size=12)
+            drawing.text(x + 30, bottom + 18, f"expert {expert}", anchor="middle", size=12, color=SOFT)
+        limit = bottom - 10 * unit
+        drawing.parts.append(
+            f'<line x1="{left - 8}" y1="{limit}" x2="{left + 306}" y2="{limit}" stroke="{SOFT}" '
+            'stroke-dasharray="5 4"/>'
+        )
+        drawing.text(left + 310, limit + 4, "10", size=12, color=SOFT)
+    drawing.words(
+        240, "32 rows: the busiest expert sets the time of a step. capacity_factor=1.25 drops the rows above 10."
+    )
+    return drawing.svg()
+
+
+def measured() -> str:
+    """Draws memory and time of a step next to torch's engines: the bars of the README."""
+    _, content = readme_bars.newest()
+    rows = {row["engine"]: row for row in content["results"] if row["row"] == "gpt"}
+    left, width = 164, 196
+    drawing = Drawing(780, 44 + 38 * len(readme_bars.NAMES) + 34)
+    panels = (
+        ("peak memory of a rank, MB", {engine: rows[engine]["peak_mb"] for engine in readme_bars.NAMES}, "{:.0f}"),
+        (
+            "time of a step, DDP = 1",
+            {engine: rows[engine]["timings"]["torchrun"]["wall_ratio"] for engine in readme_bars.NAMES},
+            "{:.2f}",
+        ),
+    )
+    for panel, (title, values, form) in enumerate(panels):
+        x = left + panel * (width + 112)
+        drawing.text(x, 26, title, bold=True)
+        for row, (engine, value) in enumerate(values.items()):
+            y = 40 + row * 38
+            color = BLUE if "scale" in readme_bars.NAMES[engine] else FAINT
+            length = width * value / max(values.values())
+            drawing.box(x, y, length, 26, color=color, solid=True)
+            drawing.text(x + length + 8, y + 18, form.format(value))
+            if not panel:
+                drawing.text(12, y + 18, readme_bars.NAMES[engine], bold=color == BLUE)
+    drawing.words(
+        44 + 38 * len(readme_bars.NAMES) + 16,
+        f"A GPT of 6 blocks of width 512 on two CPU ranks, torch {content['machine']['torch']}, {content['date']}.",
+    )
+    return drawing.svg()
+
+
+def mark(color: str, accent: str) -> list[str]:
+    """Returns the shapes of the logo: four bars, each cut into the pieces of its ranks."""
+    shapes = []
+    for index, height in enumerate((16, 28, 40, 52)):
+        x, y = 6 + index * 14, 58 - height
+        shapes.append(f'<rect x="{x}" y="{y}" width="10" height="{height}" rx="2" fill="{color}"/>')
+        shapes.append(f'<rect x="{x}" y="{58 - 13 - 12 * index}" width="10" height="13" rx="2" fill="{accent}"/>')
+    return shapes
+
+
+def logo(color: str = "#24507f", accent: str = "#e08a3c") -> str:
+    """Draws the logo: one more piece on each rank, and a model that grows with them."""
+    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64" width="64" height="64">'
+    return "\n".join([head, *mark(color, accent), "</svg>", ""])
+
+
+def logo_white() -> str:
+    """Draws the logo for the header of the site, which is dark."""
+    return logo("#ffffff", "#f2a65e")
+
+
 PICTURES = {
     "fsdp-step": fsdp_step,
     "oss-buckets": oss_buckets,
+    "oss-memory": oss_memory,
+    "hybrid-sharding": hybrid_sharding,
+    "snapshot": snapshot,
     "divided-block": divided_block,
+    "context-ring": context_ring,
     "all-to-all": all_to_all,
     "expert-dispatch": expert_dispatch,
+    "expert-balance": expert_balance,
+    "adascale-schedule": adascale_schedule,
     "which-technique": which_technique,
 }
+IN_IMAGES = {"measured": measured, "logo": logo, "logo-white": logo_white}
 
 
 def main() -> None:
@@ -281,13 +526,15 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fails where a picture would change")
     parser.add_argument("--smoke", action="store_true", help="draws, and writes nothing")
     arguments = parser.parse_args()
-    for name, draw in PICTURES.items():
-        path, picture = GUIDES / f"{name}.svg", draw()
+    pictures = {GUIDES / f"{name}.svg": draw for name, draw in PICTURES.items()}
+    pictures |= {IMAGES / f"{name}.svg": draw for name, draw in IN_IMAGES.items()}
+    for path, draw in pictures.items():
+        picture = draw()
         if arguments.check and (not path.exists() or path.read_text(encoding="utf-8") != picture):
             sys.exit(f"{path} is another picture: python tools/pictures.py")
         if not arguments.check and not arguments.smoke:
             path.write_text(picture, encoding="utf-8")
-        print(f"{name}: {len(picture):,} characters")
+        print(f"{path.stem}: {len(picture):,} characters")
 
 
 if __name__ == "__main__":

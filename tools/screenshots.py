@@ -32,7 +32,7 @@ class Site(SimpleHTTPRequestHandler):
         if not self.path.startswith("/phone/"):
             return super().do_GET()
         _, _, height, page = self.path.split("/", 3)
-        body = FRAME.format(page=f"/{page}", height=height).encode()
+        body = FRAME.format(page=f"/{page.lstrip('/')}", height=height).encode()  # "//" is another host
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
         self.end_headers()

@@ -16,7 +16,7 @@ PRIVATE = {"AttributeError", "AssertionError", "StopIteration", "KeyboardInterru
 HEAD = """# Error texts
 
 The first words of each error, by package, as they stand in the source; `…` is a name or a value. What to do is in the
-rest of the message, and for errors between ranks in [errors](errors.md).
+rest of the message, and for errors between ranks in [troubleshooting](troubleshooting.md#error-classes).
 """
 
 

@@ -1,4 +1,4 @@
-"""What the search of the site finds: decisions and copies of the source are left out, guides come before the rest."""
+"""What the search of the site finds: reports and copies of the source are left out, guides come before the rest."""
 
 from typing import Any
 
@@ -6,28 +6,32 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
-LEFT_OUT = ("decisions/0", "decisions/template")
+LEFT_OUT = ("internals/",)
 BOOSTS = {
     "api/": 0.05,
     "glossary": 0.1,
-    "composition": 0.5,
+    "composition": 1,
     "how-": 0.5,
     "guides/error-texts": 0.02,
-    "guides/fairscale-names": 0.5,
-    "guides/faults": 0.2,
-    "guides/reliability-figures": 0.1,
+    "examples/": 1.3,
     "tutorials/": 0.5,
     "guides/adascale.md": 1.5,
+    "guides/checkpoint.md": 0.8,
     "guides/compared": 0.3,
     "guides/debugging.md": 2,
     "guides/fsdp.md": 1.5,
-    "guides/fsdp2-differences.md": 0.7,
-    "guides/memory-planner.md": 0.7,
     "guides/migration-fairscale.md": 1.5,
-    "guides/migration-fsdp.md": 0.3,
-    "guides/migration-pipelines.md": 0.5,
+    "guides/migration-fsdp.md": 0.4,
+    "guides/migration-llama": 0.7,
+    "guides/migration-pipelines.md": 0.4,
     "guides/oss.md": 1.5,
-    "guides/tensor-parallel.md": 1.6,
+    "guides/pipe.md": 1.6,
+    "guides/races.md": 0.8,
+    "guides/saving.md": 1.5,
+    "guides/scale-train.md": 1.3,
+    "guides/scale-train-tools.md": 1.7,
+    "guides/sharded-parameters.md": 1,
+    "guides/tensor-parallel.md": 1.7,
     "guides/troubleshooting.md": 1.5,
 }
 

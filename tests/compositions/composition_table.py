@@ -1,8 +1,8 @@
-"""The table of docs/composition.md: what is written there by hand, beside the tests that bear it.
+"""The table of docs/internals/composition.md, written by hand, and the tests behind each of its rows.
 
 A test that runs several techniques in one loop says so: `@pytest.mark.composition("scale-pipe", "scale-fsdp")`. A row
-of the table names the same techniques; its last two columns, the state and the tests, are made of these marks.
-`python tests/compositions/composition_table.py` writes them.
+of the table names the same techniques; its last two columns, the state and the tests, are made of these marks. So is
+the matrix of pairs in docs/composition.md. `python tests/compositions/composition_table.py` writes them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HOME = Path(__file__).parents[2]
-PAGE = HOME / "docs" / "composition.md"
+PAGE = HOME / "docs" / "internals" / "composition.md"
+MATRIX_PAGE = HOME / "docs" / "composition.md"
+IN_MATRIX = {
+    "scale-fsdp": "FSDP",
+    "OSS": "OSS",
+    "ShardedDataParallel": "Sharded DDP",
+    "DistributedDataParallel": "DDP",
+    "LocalSGD": "Local SGD",
+    "scale-pipe": "pipeline",
+    "scale-tp": "tensor",
+    "context parallel": "context",
+    "scale-moe": "experts",
+    "scale-checkpoint": "checkpoint",
+    "scale-adascale": "AdaScale",
+}
+"""The techniques of the matrix, in its order, and how it calls them."""
 TECHNIQUES = {
     "scale-fsdp",
     "OSS",
@@ -97,6 +112,32 @@ def write(page: str, tests: list[MarkedTest]) -> str:
     return page
 
 
+def matrix(tests: list[MarkedTest]) -> str:
+    """Returns a table of pairs: "yes" if a test runs both in one loop, "error" if tests only look at an error."""
+    lines = ["| | " + " | ".join(IN_MATRIX.values()) + " |", "|---" * (len(IN_MATRIX) + 1) + "|"]
+    for row, title in IN_MATRIX.items():
+        cells = [_cell(row, column, tests) for column in IN_MATRIX]
+        lines.append(f"| **{title}** | " + " | ".join(cells) + " |")
+    return "\n".join(lines).replace("|  |", "| |").replace("|  |", "| |")
+
+
+def _cell(row: str, column: str, tests: list[MarkedTest]) -> str:
+    """Returns the cell of two techniques. A test that expects an error of three says nothing of two of them."""
+    both = [each for each in tests if {row, column} <= each.techniques and row != column]
+    if any(not each.refused for each in both):
+        return "yes"
+    return "error" if any(len(each.techniques) == 2 for each in both) else ""
+
+
+def write_matrix(page: str, tests: list[MarkedTest]) -> str:
+    """Returns the page of the matrix with the matrix that the tests make."""
+    before, begin, rest = page.partition("<!-- matrix -->\n\n")
+    _, end, after = rest.partition("\n\n<!-- end of the matrix -->")
+    if not end:
+        raise ValueError(f"{MATRIX_PAGE} has no comments around its matrix")
+    return before + begin + matrix(tests) + end + after
+
+
 def _rows(page: str) -> Iterator[tuple[frozenset[str], str]]:
     _, _, rest = page.partition(HEAD + "\n")
     for line in rest.splitlines()[1:]:
@@ -105,7 +146,7 @@ def _rows(page: str) -> Iterator[tuple[frozenset[str], str]]:
         techniques = frozenset(line.split(" | ")[0].removeprefix("| ").split(BETWEEN))
         if unknown := techniques - TECHNIQUES:
             raise ValueError(
-                f"docs/composition.md: {sorted(unknown)} are no techniques; there are {sorted(TECHNIQUES)}"
+                f"docs/internals/composition.md: {sorted(unknown)} are no techniques; there are {sorted(TECHNIQUES)}"
             )
         yield techniques, line
 
@@ -123,6 +164,7 @@ def main() -> None:
     tests = list(marked_tests())
     page = write(PAGE.read_text(encoding="utf-8"), tests)
     PAGE.write_text(page, encoding="utf-8")
+    MATRIX_PAGE.write_text(write_matrix(MATRIX_PAGE.read_text(encoding="utf-8"), tests), encoding="utf-8")
     print("\n".join(check(page, tests)) or f"{PAGE}: {len(tests)} marks")
 
 

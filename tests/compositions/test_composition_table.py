@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from composition_table import HEAD, PAGE, MarkedTest, check, marked_tests, write
+from composition_table import HEAD, MATRIX_PAGE, PAGE, MarkedTest, check, marked_tests, matrix, write, write_matrix
 
 TEST = MarkedTest(frozenset({"scale-pipe", "scale-fsdp"}), "packages/x/tests/test_x.py", "test_a", False, False)
 ROW = "| scale-pipe × scale-fsdp | the stage is the module | ready | none |"
@@ -14,6 +14,16 @@ def test_each_row_has_its_tests_and_each_test_its_row() -> None:
     tests = list(marked_tests())
     assert len(tests) > 30
     assert check(PAGE.read_text(encoding="utf-8"), tests) == []
+
+
+def test_the_matrix_is_what_the_marks_make() -> None:
+    tests, page = list(marked_tests()), MATRIX_PAGE.read_text(encoding="utf-8")
+    assert write_matrix(page, tests) == page, "run tests/compositions/composition_table.py"
+    assert "| yes |" in matrix([TEST]) and "error" not in matrix([TEST])
+    refused = MarkedTest(TEST.techniques, TEST.path, "test_c", True, True)
+    assert matrix([refused]).count("error") == 2, "a pair stands on both sides of the diagonal"
+    of_three = MarkedTest(TEST.techniques | {"scale-tp"}, TEST.path, "test_d", True, True)
+    assert "error" not in matrix([of_three]), "which of the three is not known"
 
 
 def test_no_row_says_ready_without_a_test() -> None:

@@ -12,8 +12,8 @@ import pytest
 import scale_core.errors
 from scale_core.errors import ScaleError
 
-PACKAGES = ["core", "fsdp", "oss", "pipe", "tp", "checkpoint", "adascale", "train"]
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "errors.md"
+PACKAGES = ["core", "fsdp", "oss", "pipe", "tp", "checkpoint", "adascale", "check", "snapshot", "train"]
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "troubleshooting.md"
 
 
 def tree_of_classes() -> dict[str, str]:
@@ -50,7 +50,7 @@ def test_the_docstring_draws_the_tree_of_the_classes() -> None:
 def test_the_guide_draws_the_same_tree_with_examples() -> None:
     text = GUIDE.read_text()
     assert tree_of_text(text) == tree_of_classes()
-    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
+    sections = dict(re.findall(r"^#### (\w+)\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL))
     assert sections.keys() == tree_of_classes().keys()
     for name, section in sections.items():
         assert re.match(r"`[^`]+`\n: ", section), f"{name}: an example in backquotes, then what to do"

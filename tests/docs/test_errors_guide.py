@@ -41,7 +41,7 @@ from scale_train.training.state import TrainState, build_state
 from scale_train.training.train import train_language_model
 from scale_train.training.trainer import train
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "errors.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "troubleshooting.md"
 
 pytestmark = [
     pytest.mark.skipif(not GUIDE.exists(), reason="the guide is in the repository alone"),
@@ -71,7 +71,7 @@ def raise_cause(act: Callable[[], object]) -> None:
 
 def compare(found: Mapping[str, str]) -> None:
     """Compares texts, each beginning with the name of its error, with the examples of the guide."""
-    examples = dict(re.findall(r"^### (\w+)\n`([^`]+)`", GUIDE.read_text(), re.MULTILINE))
+    examples = dict(re.findall(r"^#### (\w+)\n`([^`]+)`", GUIDE.read_text(), re.MULTILINE))
     wrong = []
     for name, text in found.items():
         example = f"{name}: " + re.sub(r"^scale-train(, rank \d+)?: ", "", examples[name])
@@ -346,5 +346,5 @@ ELSEWHERE = {"ScaleDistributedError", "P2PError"}
 
 
 def test_every_example_of_the_guide_is_held() -> None:
-    named = re.findall(r"^### (\w+)$", GUIDE.read_text(), re.MULTILINE)
+    named = re.findall(r"^#### (\w+)$", GUIDE.read_text(), re.MULTILINE)
     assert set(named) == {*ALONE, "RanksLost", *TOGETHER, *ELSEWHERE}

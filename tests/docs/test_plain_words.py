@@ -1,4 +1,4 @@
-"""The fifteen pages that a new user meets first have no words that make a sentence hard to read.
+"""The guides, and the pages that a new user meets first, have no words that make a sentence hard to read.
 
 `python tests/docs/test_plain_words.py HEAD~5` prints the numbers of an earlier commit.
 """
@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 HOUSE = Path(__file__).parents[2]
-_GUIDES = (
-    *("which-technique", "fsdp", "oss", "saving", "pipe", "tensor-parallel", "tensor-parallel-models", "checkpoint"),
-    *("adascale", "scale-train", "scale-train-tools", "troubleshooting"),
-)
-ENTRY_PAGES = ["README.md", "docs/index.md", "docs/installation.md", *(f"docs/guides/{name}.md" for name in _GUIDES)]
+FIRST = ["README.md", "docs/index.md", "docs/installation.md", "docs/first-training.md", "docs/composition.md"]
+WITH_TESTED_ROWS = {"sharded-parameters.md"}  # its rows are those of packages/scale-fsdp/tests/test_ordinary_lines.py
+GUIDES = [path for path in sorted((HOUSE / "docs/guides").glob("*.md")) if path.name not in WITH_TESTED_ROWS]
+ENTRY_PAGES = [*FIRST, *(path.relative_to(HOUSE).as_posix() for path in GUIDES)]
 TUTORIALS = [path.relative_to(HOUSE).as_posix() for path in sorted((HOUSE / "docs/tutorials").glob("*.md"))]
 HARD_WORDS = re.compile(
     r"\b(so many|so much|so often|alone|beside|another|refused|refuses|those of|that of|those with|as those|anew|alike"
@@ -43,7 +42,7 @@ def counted(text: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("page", [*ENTRY_PAGES, *TUTORIALS])
-def test_an_entry_page_has_plain_words(page: str) -> None:
+def test_a_page_has_plain_words(page: str) -> None:
     num_words, found = counted((HOUSE / page).read_text(encoding="utf-8"))
     assert num_words > 50
     assert found == []
@@ -58,7 +57,9 @@ def main(revision: str) -> None:
     words = hits = 0
     for page in ENTRY_PAGES:
         command = ["git", "show", f"{revision}:{page}"]
-        shown = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, check=True)
+        shown = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, check=False)
+        if shown.returncode:
+            continue  # that commit has no such page
         num_words, found = counted(shown.stdout)
         words, hits = words + num_words, hits + len(found)
         print(f"{page:42} {num_words:5} words, {len(found):3} hard, {1000 * len(found) / num_words:5.1f} per 1,000")

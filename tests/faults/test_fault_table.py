@@ -11,7 +11,7 @@ from fault_marks import expected_column, marked_tests, rows, tried_techniques
 from scale_core.fault_points import POINTS
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs" / "guides" / "faults.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "docs" / "internals" / "faults.md").read_text(encoding="utf-8")
 # The numbers of the matrix; those that it leaves out were never rows of it.
 RANKS_FAIL = {*range(1, 34), 97, 105, 116}
 ROWS = {*range(1, 117)} - {4, 12, 28, 32, 44, 46, 50, 54, 62, 65, 73, 75, 79, 94}

@@ -24,7 +24,7 @@ from scale_core.errors import ShardedTensorError
 from scale_core.shard import full_numel, full_shape
 from scale_fsdp import ShardOptions, describe, fully_shard
 
-GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "fsdp-errors.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "sharded-parameters.md"
 
 
 @dataclass

@@ -474,7 +474,7 @@ def test_gradients_are_divided_by_the_factor_that_was_set() -> None:
         assert all(torch.equal(a.grad * 2, b.grad) for a, b in pairs), f"{mesh}"
 
 
-DIFFERENCES = Path(__file__).parents[3] / "docs/guides/fsdp2-differences.md"
+DIFFERENCES = Path(__file__).parents[3] / "docs/guides/migration-fsdp.md"
 
 
 def test_whatever_fsdp2_has_is_here_and_in_the_table() -> None:

@@ -85,6 +85,8 @@ class AdaScale(Optimizer):
         RuntimeError: A launcher has started several ranks, and torch.distributed is not initialized.
         TypeError: `optimizer` is no optimizer, or an AdaScale, or LBFGS, or has DTensors.
         ValueError: A number out of its range, groups that do not fit, or an optimizer whose rule must be said.
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
 
     listens_to_gradients = True  # OSS refuses a class that has this: no backward brings gradients to its pieces.
@@ -490,6 +492,8 @@ class AdaScaleWrapper(AdaScale):
         params: The parameters, or groups of them, for the optimizer.
         optim_cls: The class of the optimizer.
         **additional_optim_args: For the optimizer. All others, and errors, are those of `AdaScale`.
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
 
     @checked_arguments(own="scale smoothing num_gradients_to_accumulate")

@@ -39,6 +39,8 @@ class Suggestion(NamedTuple):
         goodput: Samples per second, in samples of the base batch size.
         throughput: Samples per second.
         efficiency: The value of a sample, relative to one of the base batch size.
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
 
     batch_size: int
@@ -56,6 +58,16 @@ def fit_speed(seconds: Mapping[int, float]) -> Speed:
 
     Raises:
         ValueError: Nothing was measured, or something that is not above 0.
+
+    Examples:
+        >>> from scale_adascale import fit_speed
+        >>> speed = fit_speed({32: 0.10, 64: 0.16, 128: 0.28})  # seconds of a step, by batch size
+        >>> round(speed.constant, 3), round(speed.per_sample, 5)
+        (0.04, 0.00187)
+        >>> round(speed.seconds(256), 2)
+        0.52
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
     if not seconds or any(not size > 0 or not 0 < step_seconds < math.inf for size, step_seconds in seconds.items()):
         raise ValueError(
@@ -97,6 +109,8 @@ def suggest_batch_size(
 
     Raises:
         ValueError: A number out of its range, or no candidate.
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
     noise = noise.value if isinstance(noise, NoiseScale) else noise
     if not noise >= 0 or not base_batch_size > 0:
@@ -131,6 +145,8 @@ def halves(batch: Batch) -> Iterator[Batch]:
 
     Raises:
         ValueError: The samples are no even number, or not the same for all tensors.
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
     sizes = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_in(batch)}
     size = next(iter(sizes), 0)
@@ -159,6 +175,13 @@ def linear(scale: float) -> float:
 
     Raises:
         ValueError: The scale is below 1.
+
+    Examples:
+        >>> from scale_adascale import linear
+        >>> linear(4)
+        4
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
     check_scale(scale)
     return scale
@@ -169,6 +192,13 @@ def square_root(scale: float) -> float:
 
     Raises:
         ValueError: The scale is below 1.
+
+    Examples:
+        >>> from scale_adascale import square_root
+        >>> square_root(4)
+        2.0
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
     check_scale(scale)
     return math.sqrt(scale)
@@ -185,6 +215,15 @@ def legw(scale: float, epoch: float, base_warmup_epochs: float) -> float:
 
     Raises:
         ValueError: The scale is below 1, or a number of epochs below 0.
+
+    Examples:
+        >>> from scale_adascale import legw
+        >>> legw(4, epoch=1, base_warmup_epochs=1)  # a quarter of the longer warm-up
+        0.5
+        >>> legw(4, epoch=8, base_warmup_epochs=1)
+        2.0
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
     check_scale(scale)
     if epoch < 0 or base_warmup_epochs < 0:

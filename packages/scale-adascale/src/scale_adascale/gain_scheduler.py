@@ -44,6 +44,20 @@ def until_steps(
     Raises:
         TypeError: The optimizer is no AdaScale.
         ValueError: There are no batches, or none any more; or `steps` is below 0.
+
+    Examples:
+        >>> import torch
+        >>> from scale_adascale import AdaScale, until_steps
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=1)
+        >>> for batch in until_steps([torch.randn(16, 8)] * 4, optimizer, steps=6):  # one epoch and a half
+        ...     model(batch).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.progress
+        6.0
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
     _check_adascale(optimizer)
     if not is_real(steps) or not steps >= 0:
@@ -92,6 +106,8 @@ class GainScheduler:
         TypeError: The optimizer is no AdaScale, or the scheduler's `step` wants a value, as that of
             `ReduceLROnPlateau`.
         ValueError: `steps_per_call` is not above 0, or `total_steps` below 1.
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
 
     @checked_arguments(own="steps_per_call")

@@ -26,6 +26,8 @@ class NoiseScale(NamedTuple):
         value: The estimate; infinite where no gradient can be seen through the noise.
         low: The lower end of the confidence interval, at least 0.
         high: Its upper end; infinite where the data do not exclude that there is noise only.
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
 
     value: float

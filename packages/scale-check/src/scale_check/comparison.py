@@ -28,7 +28,10 @@ _ON_BOTH_SIDES = (Phase.START, Phase.OUTPUT, Phase.LOSS, Phase.GRADIENT, Phase.W
 
 
 class ParityVerdict(enum.Enum):
-    """What a comparison has found."""
+    """What a comparison has found.
+
+    See also: [the guide to comparing with one process](../guides/check.md).
+    """
 
     EQUAL = "equal to the bit"
     ROUNDING = "equal but for rounding"
@@ -50,6 +53,8 @@ class FirstDifference:
         actual: What the ranks have there.
         ratio: How many times the rounding of the program the difference is; infinite where a rank has no such tensor.
         why: What differs, where that is not a number: a shape, or a tensor that is missing.
+
+    See also: [the guide to comparing with one process](../guides/check.md).
     """
 
     step: int
@@ -91,6 +96,8 @@ class Report:
         also: How many later tensors differ, too.
         num_nan: How many tensors have a NaN, at the same places.
         first_key: The key of the first difference in the recordings.
+
+    See also: [the guide to comparing with one process](../guides/check.md).
     """
 
     verdict: ParityVerdict

@@ -158,6 +158,8 @@ def parity(
         >>> report = parity(lambda: torch.nn.Linear(4, 2), ranks=1, batches=[torch.ones(2, 4)])
         >>> report.verdict
         <ParityVerdict.EQUAL: 'equal to the bit'>
+
+    See also: [the guide to comparing with one process](../guides/check.md).
     """
     converted = tuple(pytree.tree_map(lambda leaf: _converted(leaf, dtype), batch) for batch in batches)
     _check_divides(converted, ranks if data == "split" else 1)

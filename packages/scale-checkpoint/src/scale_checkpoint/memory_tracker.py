@@ -46,6 +46,8 @@ class LayerTrace:
         start_bytes: The live memory when it began, over the memory when the tracker was started.
         peak_bytes: The most that lived while it ran.
         end_bytes: The live memory when it ended.
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
 
     module_name: str
@@ -69,6 +71,18 @@ class LayerMemoryTracker:
 
     Args:
         model: To start with at once, in a `with` block; None for one that is given to `monitor`.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_checkpoint import LayerMemoryTracker
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> with LayerMemoryTracker(model) as tracker:
+        ...     model(torch.randn(32, 64)).sum().backward()
+        >>> [trace.module_name for trace in tracker.memory_traces if trace.is_forward]
+        ['', '0', '1', '2', '']
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
 
     @checked_arguments
@@ -223,6 +237,8 @@ class SuggestedCheckpoints:
         max_memory: The most bytes that lie between two neighboring checkpoints.
         split_modules: The modules at which a new checkpointed part begins.
         all_modules: Those that were looked at.
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
 
     max_memory: int
@@ -250,6 +266,8 @@ def suggest_checkpoint_location(
         >>> forward = [LayerTrace(name, "Linear", True, 0, size, size) for name, size in zip("abcde", [4, 1, 3, 6, 2])]
         >>> suggest_checkpoint_location(forward, num_checkpoints=1).split_modules
         ('d',)
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     passes = [trace for trace in traces if trace.is_forward and trace.module_name][num_skipped_layers:]
     if num_checkpoints < 0 or num_skipped_layers < 0 or num_checkpoints >= max(1, len(passes)):

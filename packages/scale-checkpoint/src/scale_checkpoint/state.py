@@ -24,12 +24,43 @@ STATE = _State()
 
 
 def is_checkpointing() -> bool:
-    """Whether this is the first forward of a checkpointed module, whose activations are not kept."""
+    """Whether this is the first forward of a checkpointed module, whose activations are not kept.
+
+    Examples:
+        >>> import torch
+        >>> from scale_checkpoint import checkpoint_wrapper, is_checkpointing
+        >>> class Layer(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         print("checkpointing" if is_checkpointing() else "recomputing")
+        ...         return super().forward(x)
+        >>> layer = checkpoint_wrapper(Layer(4, 4))
+        >>> layer(torch.ones(1, 4)).sum().backward()
+        checkpointing
+        recomputing
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
+    """
     return STATE.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether a checkpointed module is computed again, in the backward pass."""
+    """Whether a checkpointed module is computed again, in the backward pass.
+
+    Examples:
+        >>> import torch
+        >>> from scale_checkpoint import checkpoint_wrapper, is_recomputing
+        >>> class Counter(torch.nn.Linear):
+        ...     calls = 0
+        ...     def forward(self, x):
+        ...         self.calls += not is_recomputing()  # each batch counts once
+        ...         return super().forward(x)
+        >>> counter = checkpoint_wrapper(Counter(4, 4))
+        >>> counter(torch.ones(1, 4)).sum().backward()
+        >>> counter.calls
+        1
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
+    """
     return STATE.recompute_depth > 0
 
 
@@ -56,6 +87,8 @@ def disable_checkpointing() -> AbstractContextManager[None]:
     >>> block = checkpoint_wrapper(torch.nn.Linear(2, 2))
     >>> with disable_checkpointing():
     ...     output = block(torch.ones(1, 2))
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     return _set(disabled=True)
 

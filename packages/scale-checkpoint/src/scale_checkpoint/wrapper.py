@@ -84,6 +84,8 @@ def checkpoint_wrapper(
         ValueError: It is checkpointed with other settings already; an operator has no such name; `offload_to` is no
             target; `min_bytes` is negative; `determinism_check` is another word.
         NotADirectoryError: There is no such folder.
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     target: Target | None = "host" if offload_to_cpu and offload_to is None else offload_to
     check_target("host" if target is None else target, min_bytes)
@@ -129,6 +131,16 @@ def apply_checkpointing(
 
     Raises:
         TypeError, ValueError, NotADirectoryError: As `checkpoint_wrapper` does, or `how` is another word.
+
+    Examples:
+        >>> import torch
+        >>> from scale_checkpoint import apply_checkpointing
+        >>> block = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+        >>> block = apply_checkpointing(block, "recompute")  # the same object
+        >>> block(torch.randn(4, 8)).sum().backward()
+        >>> block = apply_checkpointing(block, "keep")  # as before
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     set_config(module, config_for(how, offload_to=offload_to, offload_inputs=offload_inputs, min_bytes=min_bytes))
     return module
@@ -168,6 +180,8 @@ def is_checkpointed(module: nn.Module) -> bool:
     >>> from scale_checkpoint.wrapper import is_checkpointed
     >>> is_checkpointed(nn.Tanh()), is_checkpointed(checkpoint_wrapper(nn.Tanh()))
     (False, True)
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     return get_forward(module) is not None
 
@@ -240,6 +254,8 @@ def checkpoint_modules(
         ValueError: A pattern is no regular expression, or matches nothing (the error lists near names) or nothing but a
             list of modules, which is never called; or no module is of the class; or `how` is none: see
             `apply_checkpointing`. Nothing was changed.
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     if isinstance(select, str):
         raise TypeError(f"select holds several patterns, but got one string, {select!r}: write [{select!r}]")

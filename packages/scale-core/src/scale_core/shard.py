@@ -51,7 +51,15 @@ def wait_for(*params: Tensor) -> None:
 
 
 class Placement(enum.Enum):
-    """How the ranks of one mesh axis hold a tensor."""
+    """How the ranks of one mesh axis hold a tensor.
+
+    Examples:
+        >>> from scale_core import Placement
+        >>> [placement.name for placement in Placement]
+        ['SHARD', 'REPLICATE', 'PARTIAL']
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
 
     SHARD = "each rank holds other elements"
     REPLICATE = "each rank holds the same elements with the same values"
@@ -67,6 +75,14 @@ class Axis:
         placement: How they hold it.
         num_sources: With the samples of how many of these ranks each one computes. Above 1 a gradient is the sum over
             them, as of experts; their own gradients are reported by `scale_core.hooks.source_grads`.
+
+    Examples:
+        >>> from scale_core import Axis, Group, Placement
+        >>> axis = Axis(Group(), Placement.SHARD)
+        >>> axis.group.size, axis.num_sources
+        (1, 1)
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
     """
 
     group: Group
@@ -94,6 +110,14 @@ class Shard:
         counted_over: The ranks of the model, where other ones have other parameters in this one's place, as experts of
             their own; all of these count in a norm. None where all ranks hold pieces or copies of this one.
         first_copy: Whether this is the first of the ranks of a layer that all hold the full parameter.
+
+    Examples:
+        >>> from scale_core import Shard
+        >>> shard = Shard("weight", (4, 3), 0, 6)  # the first two of four rows
+        >>> shard.stop - shard.start
+        6
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
     """
 
     name: str
@@ -242,7 +266,20 @@ def stages_of(params: Iterable[Tensor]) -> list[Stages]:
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """Returns the shard metadata of `param`, or None if it is a full tensor."""
+    """Returns the shard metadata of `param`, or None if it is a full tensor.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Shard, set_shard, shard_of
+        >>> param = torch.nn.Parameter(torch.ones(2, 3))
+        >>> shard_of(param) is None
+        True
+        >>> set_shard(param, Shard("weight", (4, 3), 0, 6))
+        >>> shard_of(param).stop
+        6
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
     return vars(param).get(RECORD)
 
 
@@ -304,13 +341,35 @@ def check_undivided(params: Iterable[tuple[str, Tensor]], group: Group, what: st
 
 
 def full_shape(param: Tensor) -> torch.Size:
-    """Returns the shape of the full parameter, for a shard or a full one."""
+    """Returns the shape of the full parameter, for a shard or a full one.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Shard, full_shape, set_shard
+        >>> param = torch.nn.Parameter(torch.ones(2, 3))
+        >>> set_shard(param, Shard("weight", (4, 3), 0, 6))
+        >>> full_shape(param)
+        torch.Size([4, 3])
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
     shard = shard_of(param)
     return param.shape if shard is None else torch.Size(shard.shape)
 
 
 def full_numel(param: Tensor) -> int:
-    """Returns the number of elements of the full parameter, for a shard or a full one."""
+    """Returns the number of elements of the full parameter, for a shard or a full one.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Shard, full_numel, set_shard
+        >>> param = torch.nn.Parameter(torch.ones(2, 3))
+        >>> set_shard(param, Shard("weight", (4, 3), 0, 6))
+        >>> full_numel(param)
+        12
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
     return full_shape(param).numel()
 
 

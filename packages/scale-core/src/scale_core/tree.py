@@ -26,6 +26,14 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     A tensor in several places is mapped once, so that identity is preserved. A tree in which nothing changes
     (`function` returns each tensor itself) is returned as the very same object; otherwise the containers on the way to
     changed containers are new, and made without a call of their constructors.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.tree import map_tensors
+        >>> map_tensors(torch.Tensor.double, {"x": torch.ones(2), "name": "a"})
+        {'x': tensor([1., 1.], dtype=torch.float64), 'name': 'a'}
+
+    See also: [the core](../how-the-core-works.md).
     """
     mapped: dict[int, tuple[Tensor, Tensor]] = {}  # With the tensor, whose id another one would have after it.
 
@@ -41,12 +49,28 @@ def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """Returns a copy of `tree`, all its containers new ones of the same type, with `function` applied to each leaf.
 
     Later changes of `tree` make no difference to it.
+
+    Examples:
+        >>> from scale_core.tree import map_leaves
+        >>> map_leaves(str, {"x": [1, 2], "y": 3})
+        {'x': [1, 2], 'y': 3}
+
+    See also: [the core](../how-the-core-works.md).
     """
     return _map(function, tree, copies=True)
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Yields each tensor in `tree`, in order; one in several places is yielded each time."""
+    """Yields each tensor in `tree`, in order; one in several places is yielded each time.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.tree import tensors_in
+        >>> [tensor.shape for tensor in tensors_in({"x": [torch.ones(2)], "y": 3})]
+        [torch.Size([2])]
+
+    See also: [the core](../how-the-core-works.md).
+    """
     if isinstance(tree, Tensor):
         yield tree
         return

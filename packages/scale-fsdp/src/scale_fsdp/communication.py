@@ -52,6 +52,15 @@ class CommunicationPolicy:
     Raises:
         ValueError: No such format; 4 bits for parameters; settings without which others have no effect.
         TypeError: A value of the wrong kind.
+
+    Examples:
+        >>> import torch
+        >>> from scale_fsdp import CommunicationPolicy, fully_shard
+        >>> policy = CommunicationPolicy(gather="int8", reduce="int4")  # ZeRO++: only messages are rounded
+        >>> model = fully_shard(torch.nn.Linear(64, 64), communication=policy)
+        >>> model(torch.randn(2, 64)).sum().backward()
+
+    See also: [the guide to quantized communication](../guides/quantized-communication.md).
     """
 
     gather: Format = None

@@ -173,6 +173,8 @@ class DescribedBuffer:
         trained_bytes: Of this rank's elements that train, and so of their gradients and each optimizer state.
         cut_at_elements: Names of those that were to be cut between rows, and are cut at any element.
         wire: In which formats they are sent; None sends them unquantized.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     names: tuple[str, ...]
@@ -207,6 +209,8 @@ class DescribedUnit:
         reshard_after_forward: It is released between forward and backward, all of it or all but a part.
         shares_with: Names of the units that own parameters which this one uses as well.
         around: Names of the units around it, the outermost first.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     name: str
@@ -259,6 +263,8 @@ class Description:
         state_of_elementwise_optimizer: Of each state of an optimizer that keeps one number per element, in the dtype of
             the shards: Adam has two, SGD with momentum one.
         gather_order: For each kind of pass that has run, the names of the units in the order in which they were used.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     model_class: str
@@ -294,6 +300,15 @@ def describe(model: nn.Module) -> Description:
 
     Raises:
         ValueError: It has no unit.
+
+    Examples:
+        >>> import torch
+        >>> from scale_fsdp import describe, fully_shard
+        >>> description = describe(fully_shard(torch.nn.Linear(4, 3)))
+        >>> len(description.units), description.num_elements
+        (1, 15)
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     units = units_in(model)
     if not units:

@@ -53,6 +53,8 @@ class ShardedEMA:
 
     Raises:
         ValueError: `decay` is below 0 or above 1.
+
+    See also: [the guide to moving averages](../guides/tools.md).
     """
 
     @checked_arguments

@@ -49,6 +49,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         ValueError: The module is no unit; or the name is "forward", which runs gathered anyhow.
         AttributeError: The module has no such method.
         TypeError: The attribute of that name can't be called, or is a generator or a coroutine.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     module = module.sharded_module if isinstance(module, FullyShardedDataParallel) else module
     unit = unit_of(module)

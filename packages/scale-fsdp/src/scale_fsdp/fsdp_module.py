@@ -30,7 +30,10 @@ from scale_fsdp.summon import full_params, full_params_for_apply
 
 
 class UnshardHandle:
-    """Returned by `unshard(async_op=True)`."""
+    """Returned by `unshard(async_op=True)`.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
@@ -45,6 +48,17 @@ class FSDPModule(ConversionMethods):
 
     `unshard`, `reshard` and the setters, which are FSDP2's, act on the unit that the module is; those with `recurse`
     on the units inside as well.
+
+    Examples:
+        >>> import torch
+        >>> from scale_fsdp import FSDPModule, fully_shard
+        >>> model = fully_shard(torch.nn.Linear(4, 3))
+        >>> isinstance(model, FSDPModule), isinstance(model, torch.nn.Linear)
+        (True, True)
+        >>> with model.no_sync():  # gradients add up, nothing is sent
+        ...     model(torch.ones(2, 4)).sum().backward()
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -360,6 +374,14 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
 
     Raises:
         ValueError: A module is not sharded.
+
+    Examples:
+        >>> import torch
+        >>> from scale_fsdp import fully_shard, share_comm_ctx
+        >>> stages = [fully_shard(torch.nn.Linear(4, 4)) for _ in range(2)]
+        >>> share_comm_ctx(stages)
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     for module in modules:
         _unit_at(module, "share_comm_ctx")

@@ -176,6 +176,16 @@ class FullyShardedDataParallel(nn.Module):
         TypeError: An unknown argument; names the nearest one.
         ValueError: As for `fully_shard`; an argument of FairScale's that has another name here; an argument for a
             module that is sharded already.
+
+    Examples:
+        >>> import torch
+        >>> from scale_fsdp import FullyShardedDataParallel
+        >>> model = FullyShardedDataParallel(torch.nn.Linear(4, 3), flatten_parameters=True)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> [name for name, _ in model.named_parameters()]
+        ['flat_param_0']
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     @checked_arguments

@@ -130,6 +130,8 @@ def fully_shard(
             gives values to a parameter or buffer on meta; `shard_placement_fn` returns ranks for a parameter of its
             own, or a dimension that it does not have.
         ContractError: The ranks are about to shard different modules.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     if dp_mesh_dims is not None:
         raise TypeError(

@@ -128,6 +128,12 @@ class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
 
     `fabric.setup(model, optimizer)` shards the model and gives the optimizer its shards; an optimizer may as well be
     built after `fabric.setup_module(model)`.
+
+    Examples:
+        >>> from scale_lightning import FabricScaleFSDPStrategy
+        >>> strategy = FabricScaleFSDPStrategy()  # Fabric(strategy=strategy, accelerator="cpu", devices=2)
+
+    See also: [the guide to Lightning](../guides/lightning.md).
     """
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -171,7 +177,14 @@ class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
 
 
 class FabricScaleOSSStrategy(OSSStrategyOptions, _FabricShardedCheckpoints):
-    """Optimizer state sharding for Fabric: `DistributedDataParallel` averages, and `OSS` steps (ZeRO-1)."""
+    """Optimizer state sharding for Fabric: `DistributedDataParallel` averages, and `OSS` steps (ZeRO-1).
+
+    Examples:
+        >>> from scale_lightning import FabricScaleOSSStrategy
+        >>> strategy = FabricScaleOSSStrategy()  # Fabric(strategy=strategy, accelerator="cpu", devices=2)
+
+    See also: [the guide to Lightning](../guides/lightning.md).
+    """
 
     def setup_module(self, module: nn.Module) -> Any:
         self._modules.append(module)
@@ -196,6 +209,12 @@ class FabricScaleShardedDDPStrategy(ShardedDDPOptions, FabricScaleOSSStrategy):
     """`ShardedDataParallel` and `OSS` for Fabric: gradients and optimizer state are sharded (ZeRO-2).
 
     The module and its optimizer are set up together.
+
+    Examples:
+        >>> from scale_lightning import FabricScaleShardedDDPStrategy
+        >>> strategy = FabricScaleShardedDDPStrategy()  # Fabric(strategy=strategy, accelerator="cpu", devices=2)
+
+    See also: [the guide to Lightning](../guides/lightning.md).
     """
 
     def setup_module(self, module: nn.Module) -> Any:

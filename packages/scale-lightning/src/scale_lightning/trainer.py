@@ -133,6 +133,12 @@ class ScaleFSDPStrategy(FSDPOptions, _ShardedCheckpoints):
     The LightningModule becomes the outermost unit, and the modules that `auto_wrap_policy` selects units inside of it.
     A `configure_model` that calls `fully_shard` itself chooses its own units; what it builds on the meta device is
     initialized unit by unit. Gradients are clipped by the norm over all ranks, also by value, as `Trainer` is told.
+
+    Examples:
+        >>> from scale_lightning import ScaleFSDPStrategy
+        >>> strategy = ScaleFSDPStrategy()  # Trainer(strategy=strategy, accelerator="cpu", devices=2)
+
+    See also: [the guide to Lightning](../guides/lightning.md).
     """
 
     def setup(self, trainer: Trainer) -> None:
@@ -172,6 +178,12 @@ class ScaleOSSStrategy(OSSStrategyOptions, _ShardedCheckpoints):
 
     The optimizers of `configure_optimizers` become `OSS` of the same class, groups and settings, in schedulers too; one
     that is an `OSS` already stays as it is.
+
+    Examples:
+        >>> from scale_lightning import ScaleOSSStrategy
+        >>> strategy = ScaleOSSStrategy()  # Trainer(strategy=strategy, accelerator="cpu", devices=2)
+
+    See also: [the guide to Lightning](../guides/lightning.md).
     """
 
     _frozen: Mapping[str, nn.Parameter] = MappingProxyType({})  # When DistributedDataParallel was built
@@ -201,6 +213,12 @@ class ScaleShardedDDPStrategy(ShardedDDPOptions, ScaleOSSStrategy):
     """`ShardedDataParallel` and `OSS` for the Trainer: gradients and optimizer state are sharded (ZeRO-2).
 
     A LightningModule that optimizes by itself is refused.
+
+    Examples:
+        >>> from scale_lightning import ScaleShardedDDPStrategy
+        >>> strategy = ScaleShardedDDPStrategy()  # Trainer(strategy=strategy, accelerator="cpu", devices=2)
+
+    See also: [the guide to Lightning](../guides/lightning.md).
     """
 
     def configure_ddp(self) -> None:

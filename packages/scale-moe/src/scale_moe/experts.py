@@ -109,6 +109,15 @@ class Experts(ShardedModule):
             the second divide the hidden features of each expert, and `forward` gives summands of the outputs.
         device: Where the parameters are.
         dtype: Their dtype.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe import Experts
+        >>> experts = Experts(num_experts=2, dim=8, hidden_dim=16)
+        >>> experts(torch.randn(5, 8), [3, 2]).shape  # rows sorted by expert: 3, then 2
+        torch.Size([5, 8])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
 
     shardings: dict[str, ExpertSharding]
@@ -238,6 +247,16 @@ def divide_gradient(param: Any, num_ranks: int) -> Tensor:
 
     An expert gets tokens from all these ranks, so its gradient is the sum over them, where that of any other parameter
     is averaged over the ranks. Divided, it is the average as well.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe import divide_gradient
+        >>> param = torch.nn.Parameter(torch.ones(2))
+        >>> divide_gradient(param, num_ranks=4).sum().backward()
+        >>> param.grad
+        tensor([0.2500, 0.2500])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     if num_ranks == 1:
         return cast(Tensor, param)

@@ -44,6 +44,15 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
         parallelize_experts(model, mesh["expert"])
         average_replicated_gradients(model, mesh["expert"])
         model = DistributedDataParallel(model, process_group=mesh["replica"].get_group())
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe import MoE, average_replicated_gradients
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 16), MoE(16, 32, num_experts=4, routing=2))
+        >>> average_replicated_gradients(model)  # with DistributedDataParallel, over the expert axis
+        >>> model(torch.randn(8, 16)).sum().backward()
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     group = group_of(process_group)
     replicated = [(name, param) for name, param in model.named_parameters() if not _is_divided_over(group, param)]

@@ -33,6 +33,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tenso
 
     Raises:
         ValueError: The counts are not those of the experts, or do not add up to the rows.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.grouped_linear import grouped_linear
+        >>> rows, weight = torch.ones(3, 4), torch.ones(2, 5, 4)
+        >>> grouped_linear(rows, weight, [1, 2]).shape  # one row for expert 0, two for expert 1
+        torch.Size([3, 5])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     if len(counts) != len(weight) or sum(counts) != len(rows) or min(counts, default=0) < 0:
         raise ValueError(

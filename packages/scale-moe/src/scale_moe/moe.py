@@ -64,6 +64,8 @@ class TokenChoice:
     Example:
         >>> gshard = TokenChoice(2, capacity_factor=1.0, drop_order="choice", normalize_kept=True)  # at most 2 * T / E
         >>> deepseek = TokenChoice(8, "sigmoid", scaling_factor=2.5, num_groups=8, top_groups=4)
+
+    See also: [the guide to experts](../guides/experts.md).
     """
 
     top_k: int = 2
@@ -87,6 +89,16 @@ class ExpertChoice:
     Attributes:
         capacity_factor: How many experts a token has on average.
         score_function: "softmax" over the experts, or "sigmoid" of each.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe import ExpertChoice, MoE
+        >>> layer = MoE(16, 32, num_experts=4, routing=ExpertChoice(2.0))
+        >>> _ = layer(torch.randn(8, 16))
+        >>> layer.tokens_per_expert  # ceil(2 * 8 / 4) each
+        tensor([4, 4, 4, 4])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
 
     capacity_factor: float = 2.0
@@ -105,6 +117,15 @@ class Balance:
             `aux_loss_scale`: what your loss is multiplied by where that is not 1, as 1 / the number of micro-batches,
             or the factor of a gradient scaler. With False add `coef * layer.aux_loss` to your loss.
         bias_update_rate: By how much `update_expert_bias()` changes the bias by which experts are chosen, as 0.001.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe import Balance, MoE
+        >>> layer = MoE(16, 32, num_experts=4, routing=2, balance=Balance(bias_update_rate=0.001))
+        >>> layer(torch.randn(8, 16)).sum().backward()
+        >>> layer.update_expert_bias()  # after each optimizer step, on all ranks
+
+    See also: [the guide to experts](../guides/experts.md).
     """
 
     aux_loss_coef: float = 0.0
@@ -151,6 +172,8 @@ class MoE(nn.Module):
         >>> layer = MoE(16, 32, num_experts=4, routing=TokenChoice(top_k=2, capacity_factor=1.25))
         >>> layer(torch.randn(3, 5, 16)).shape
         torch.Size([3, 5, 16])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
 
     tokens_per_expert: Tensor | None

@@ -69,6 +69,14 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
     Example:
         model = AutoModelForCausalLM.from_pretrained("mistralai/Mixtral-8x7B-v0.1")
         parallelize_experts(model, mesh["expert"])
+
+    Examples:
+        >>> from scale_moe import parallelize_experts
+        >>> from transformers import MixtralConfig, MixtralForCausalLM  # doctest: +SKIP
+        >>> model = MixtralForCausalLM(MixtralConfig(num_hidden_layers=2))  # doctest: +SKIP
+        >>> model = parallelize_experts(model)  # doctest: +SKIP
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     mesh = resolve_expert_mesh(process_group)
     expert_modules = {path: module for path, module in model.named_modules() if _holds_experts(module)}

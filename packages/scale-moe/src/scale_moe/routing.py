@@ -33,6 +33,8 @@ class Routing(NamedTuple):
         expert_index: [T, k] int64, the expert of each choice; -1 where there is none, as where it was dropped.
         weight: [T, k] fp32, what the expert's output is multiplied by; 0 where there is none.
         num_dropped: [] int64, how many choices of this rank's tokens were dropped.
+
+    See also: [the guide to experts](../guides/experts.md).
     """
 
     expert_index: Tensor
@@ -52,6 +54,14 @@ def router_scores(logits: Tensor, score_function: ScoreFunction = "softmax") -> 
 
     Raises:
         ValueError: Another one.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import router_scores
+        >>> router_scores(torch.tensor([[0.0, 0.0]]))
+        tensor([[0.5000, 0.5000]])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if score_function == "softmax":
@@ -87,6 +97,15 @@ def top_k_routing(
 
     Raises:
         ValueError: There are fewer experts than choices, or the groups do not fit.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import router_scores, top_k_routing
+        >>> routing = top_k_routing(router_scores(torch.tensor([[2.0, 0.0, 1.0]])), top_k=2)
+        >>> routing.expert_index
+        tensor([[0, 2]])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     if scores.dim() != 2:
         raise ValueError(f"expected scores of shape [tokens, experts], got {list(scores.shape)}")
@@ -134,6 +153,15 @@ def expert_choice_routing(scores: Tensor, capacity: int, *, batch_process_group:
 
     Raises:
         ValueError: `capacity` is below 1.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import expert_choice_routing, router_scores
+        >>> scores = router_scores(torch.tensor([[2.0, 0.0], [0.0, 2.0]]))
+        >>> expert_choice_routing(scores, capacity=1).expert_index[:, 0]
+        tensor([0, 1])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     if capacity < 1:
         raise ValueError(f"expected a capacity of at least 1, got {capacity}")
@@ -158,6 +186,8 @@ def expert_capacity(num_assignments: int, num_experts: int, capacity_factor: flo
 
         >>> expert_capacity(2 * 10, 4, 1.0)
         5
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     # Of a factor such as 1.1, a product that is whole but for its rounding must not become the next number.
     return max(1, math.ceil(capacity_factor * num_assignments / num_experts - 1e-9))
@@ -186,6 +216,15 @@ def with_capacity(
 
     Raises:
         ValueError: Another order, or a capacity below 1.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import router_scores, top_k_routing, with_capacity
+        >>> routing = top_k_routing(router_scores(torch.tensor([[2.0, 0.0], [1.0, 0.0]])), top_k=1)
+        >>> with_capacity(routing, num_experts=2, capacity=1).num_dropped
+        tensor(1)
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     if capacity < 1:
         raise ValueError(f"expected a capacity of at least 1, got {capacity}")
@@ -234,7 +273,16 @@ class BatchCounts(NamedTuple):
 
 
 def batch_counts(expert_index: Tensor, num_experts: int, batch_process_group: Group | None = None) -> BatchCounts:
-    """Returns the counts of the batch; all ranks of the group call it together."""
+    """Returns the counts of the batch; all ranks of the group call it together.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import batch_counts
+        >>> batch_counts(torch.tensor([[0, 1], [1, 2]]), num_experts=3).per_expert
+        tensor([1, 2, 1])
+
+    See also: [the guide to experts](../guides/experts.md).
+    """
     group = batch_process_group or Group()
     own = count_assignments(expert_index, num_experts)
     counts = torch.cat([own, own.new_full((1,), len(expert_index))])
@@ -254,6 +302,15 @@ def load_balancing_loss(scores: Tensor, counts: BatchCounts) -> Tensor:
     Args:
         scores: [T, E], of this rank's tokens.
         counts: As `batch_counts` gives them, of choices before any is dropped.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import batch_counts, load_balancing_loss, router_scores
+        >>> scores = router_scores(torch.zeros(2, 3))
+        >>> load_balancing_loss(scores, batch_counts(torch.tensor([[0, 1], [1, 2]]), num_experts=3))
+        tensor(1.)
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     probabilities = scores / (scores.sum(-1, keepdim=True) + 1e-20)
     fraction = counts.per_expert / counts.per_expert.sum().clamp_min(1)
@@ -269,18 +326,44 @@ def router_z_loss(logits: Tensor, counts: BatchCounts) -> Tensor:
     Args:
         logits: [T, E], of this rank's tokens.
         counts: As `batch_counts` gives them.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import batch_counts, router_z_loss
+        >>> router_z_loss(torch.zeros(2, 3), batch_counts(torch.tensor([[0], [1]]), num_experts=3))
+        tensor(1.2069)
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return wide.logsumexp(-1).square().sum() / counts.tokens_per_rank
 
 
 def jittered(tokens: Tensor, epsilon: float) -> Tensor:
-    """Multiplies tokens by numbers drawn between 1 - epsilon and 1 + epsilon (Switch, section 2.4)."""
+    """Multiplies tokens by numbers drawn between 1 - epsilon and 1 + epsilon (Switch, section 2.4).
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import jittered
+        >>> bool((jittered(torch.ones(4), 0.01) - 1).abs().max() <= 0.01)
+        True
+
+    See also: [the guide to experts](../guides/experts.md).
+    """
     return tokens * torch.empty_like(tokens).uniform_(1.0 - epsilon, 1.0 + epsilon)
 
 
 def noisy_logits(logits: Tensor, noise_logits: Tensor) -> Tensor:
-    """Adds normal noise of a learned size, N(0, 1) * softplus(noise) (arXiv 1701.06538, eq. 4)."""
+    """Adds normal noise of a learned size, N(0, 1) * softplus(noise) (arXiv 1701.06538, eq. 4).
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import noisy_logits
+        >>> noisy_logits(torch.zeros(2, 3), torch.full((2, 3), -30.0)).abs().max() < 1e-6  # hardly any noise
+        tensor(True)
+
+    See also: [the guide to experts](../guides/experts.md).
+    """
     return logits + torch.randn_like(logits) * F.softplus(noise_logits)
 
 
@@ -293,6 +376,14 @@ def updated_bias(bias: Tensor, tokens_per_expert: Tensor, rate: float) -> Tensor
         bias: [E], see `top_k_routing`.
         tokens_per_expert: [E], of the batch of the last step.
         rate: gamma of the paper, there 0.001.
+
+    Examples:
+        >>> import torch
+        >>> from scale_moe.routing import updated_bias
+        >>> updated_bias(torch.zeros(3), torch.tensor([5, 1, 3]), rate=0.001)
+        tensor([-0.0010,  0.0010,  0.0000])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     load = tokens_per_expert.to(bias.dtype)
     return bias + rate * (load.mean() - load).sign()

@@ -38,6 +38,8 @@ def experts_per_rank(num_experts: int, num_ranks: int) -> list[int]:
 
     >>> experts_per_rank(8, 3)
     [3, 3, 2]
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     least, more = divmod(num_experts, num_ranks)
     return [least + (rank < more) for rank in range(num_ranks)]
@@ -60,6 +62,8 @@ class DispatchPlan:
         regroup: [R] int64, which received row stands where by expert; None where they come in that order.
         counts: How many of the R rows each expert of this rank has.
         received_counts: The same, of the rows that come from each rank.
+
+    See also: [the guide to experts](../guides/experts.md).
     """
 
     group: Group
@@ -112,6 +116,17 @@ def plan_dispatch(
             of some rank is not finite, tokens need gradients on some ranks only, or ranks of a
             `tensor_parallel_group` have other tokens.
         TransferError: A rank did not come.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group
+        >>> from scale_moe import plan_dispatch
+        >>> tokens, weight = torch.ones(2, 4), torch.full((2, 2), 0.5)
+        >>> plan = plan_dispatch(tokens, torch.tensor([[0, 1], [1, 2]]), weight, 3, Group())
+        >>> plan.counts  # rows of each expert of this rank
+        [1, 2, 1]
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     _check_shapes(tokens, expert_index, weight, name)
     sizes = experts_per_rank(num_experts, group.size)
@@ -151,7 +166,19 @@ def plan_dispatch(
 
 
 def dispatch(tokens: Tensor, plan: DispatchPlan) -> Tensor:
-    """Returns the rows [R, dim] of this rank's experts, by expert, for the tokens [T, dim]; all ranks call it."""
+    """Returns the rows [R, dim] of this rank's experts, by expert, for the tokens [T, dim]; all ranks call it.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group
+        >>> from scale_moe import dispatch, plan_dispatch
+        >>> tokens, weight = torch.tensor([[1.0], [2.0]]), torch.full((2, 2), 0.5)
+        >>> plan = plan_dispatch(tokens, torch.tensor([[0, 1], [1, 2]]), weight, 3, Group())
+        >>> dispatch(tokens, plan).flatten()  # experts 0, 1, 1, 2
+        tensor([1., 1., 2., 2.])
+
+    See also: [the guide to experts](../guides/experts.md).
+    """
     return cast(Tensor, _Dispatch.apply(tokens, plan))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
@@ -164,6 +191,19 @@ def combine(rows: Tensor, weight: Tensor, plan: DispatchPlan) -> Tensor:
         rows: [R, dim], in the order of `dispatch`.
         weight: [T, k], of this rank's tokens.
         plan: Of the dispatch.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group
+        >>> from scale_moe import combine, dispatch, plan_dispatch
+        >>> tokens, weight = torch.ones(2, 4), torch.full((2, 2), 0.5)
+        >>> plan = plan_dispatch(tokens, torch.tensor([[0, 1], [1, 2]]), weight, 3, Group())
+        >>> rows = dispatch(tokens, plan)  # what experts compute with
+        >>> combine(rows, weight, plan)
+        tensor([[1., 1., 1., 1.],
+                [1., 1., 1., 1.]])
+
+    See also: [the guide to experts](../guides/experts.md).
     """
     return cast(Tensor, _Combine.apply(rows, weight, plan))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 

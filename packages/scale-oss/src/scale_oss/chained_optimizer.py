@@ -68,6 +68,8 @@ def split_by(
         ValueError: One of the two would have nothing; a name is found nowhere; several parameters are shown as one flat
             one; or as in `OSS`.
         TypeError: As in `OSS`.
+
+    See also: [the guide to OSS](../guides/oss.md).
     """
     recipes = {"matrix": matrix, "other": other}
     sorted_params = _split_params(model, other_names)
@@ -99,6 +101,17 @@ class SplitOptimizer(Optimizer):
     Attributes:
         matrix: The optimizer of the hidden matrices.
         other: That of all else.
+
+    Examples:
+        >>> import torch
+        >>> from scale_oss import split_by
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> optimizer = split_by(model, (torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 1e-3}))
+        >>> type(optimizer).__name__
+        'SplitOptimizer'
+
+    See also: [the guide to OSS](../guides/oss.md).
     """
 
     @checked_arguments

@@ -75,6 +75,8 @@ class LocalSGD:
     Raises:
         ValueError: Options that make no sense, or parameters that are not the model's, or the ranks hold
             different parts; a `ContractError`: ranks differ.
+
+    See also: [the guide to local SGD](../guides/local-sgd.md).
     """
 
     @checked_arguments(own="sync_every")

@@ -89,6 +89,8 @@ class OSS(OSSStateDictMixin):
         TypeError: `optim` is no optimizer class.
         ValueError: An optimizer that can't be sharded, or shards that can't be gathered; ranks with different
             parameters are a `ContractError`.
+
+    See also: [the guide to OSS](../guides/oss.md).
     """
 
     @checked_arguments(own="optim")

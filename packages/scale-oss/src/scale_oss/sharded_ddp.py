@@ -245,6 +245,8 @@ class ShardedDataParallel(nn.Module):
         TypeError: An optimizer is no `OSS`.
         ValueError: A parameter that trains is in none of them, or in two; the groups differ; a
             `torch.jit.ScriptModule` is in the module while `overlap_gather` is on.
+
+    See also: [the guide to OSS](../guides/oss.md).
     """
 
     @checked_arguments

@@ -54,6 +54,17 @@ class DeferredBatchNorm(_BatchNorm):
 
     Raises:
         ValueError: `chunks` is not positive.
+
+    Examples:
+        >>> import torch
+        >>> from scale_pipe import DeferredBatchNorm
+        >>> norm = DeferredBatchNorm(3, chunks=2)
+        >>> for micro_batch in torch.ones(4, 3).chunk(2):
+        ...     _ = norm(micro_batch)
+        >>> norm.running_mean  # updated once per mini-batch
+        tensor([0.1000, 0.1000, 0.1000])
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
 
     @checked_arguments(own="chunks")

@@ -33,6 +33,19 @@ class NoChunk:
 
     Args:
         tensor: Any shape.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_pipe import NoChunk, Pipe
+        >>> class Scaled(nn.Linear):
+        ...     def forward(self, input, scale):
+        ...         return super().forward(input) * scale
+        >>> pipe = Pipe(nn.Sequential(Scaled(4, 3)), balance=[1], devices=["cpu"], chunks=2)
+        >>> pipe(torch.ones(6, 4), NoChunk(torch.ones(3))).shape
+        torch.Size([6, 3])
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
 
     __slots__ = ("tensor",)

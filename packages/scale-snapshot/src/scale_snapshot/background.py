@@ -38,6 +38,15 @@ class AsyncSave:
 
     Attributes:
         path: The snapshot's directory, which is there when the save is over.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import async_save
+        >>> saving = async_save(tempfile.mkdtemp(), 1, {"model": torch.nn.Linear(4, 3)})
+        >>> saving.wait().name  # training goes on until here
+        'step-00000001'
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     def __init__(self, path: Path, write: Callable[[], object], group: Group) -> None:

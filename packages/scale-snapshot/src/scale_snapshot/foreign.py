@@ -30,7 +30,10 @@ _NUMBER = re.compile(r"\d+")
 
 
 class Format(Enum):
-    """The kind of a checkpoint, as a user would call it."""
+    """The kind of a checkpoint, as a user would call it.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
+    """
 
     SNAPSHOT = "a snapshot of scale"
     SNAPSHOT_FOLDER = "a folder of snapshots of scale"
@@ -66,6 +69,8 @@ class Recognized:
         path: The file or folder.
         format: Its format.
         parts: Of `TORCH_SHARDS`, the file of each rank, by rank.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     path: Path
@@ -104,6 +109,16 @@ def recognize(path: str | os.PathLike[str]) -> Recognized | None:
 
     Raises:
         OSError: It can't be read.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot.foreign import recognize
+        >>> path = f"{tempfile.mkdtemp()}/weights.pt"
+        >>> torch.save(torch.nn.Linear(4, 3).state_dict(), path)
+        >>> recognize(path).format.name
+        'TORCH_FILE'
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     path = Path(path)
     if path.is_dir():

@@ -71,6 +71,8 @@ def save(
         TypeError: An object, or something in its state, that can't be saved so that it is read back as it was.
         SnapshotError: On every rank: the ranks have different objects, or writing failed. The snapshots that were there
             still are. Also, that an earlier `async_save` has failed.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     group = group_of(process_group)
     state = collect(objects, Contract(group), lambda: _begin(directory, step, keep))
@@ -117,6 +119,8 @@ def async_save(
         ValueError: As `save`.
         TypeError: As `save`.
         SnapshotError: The ranks have different objects, or an earlier `async_save` has failed.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     group = group_of(process_group)
     writers = background_group(group)
@@ -188,6 +192,19 @@ def load(
         SnapshotError: On every rank: there is no complete snapshot, it has other objects or is of another model; or
             an object had a state on each rank and was saved by another number of them. `DamagedSnapshotError` and
             `NewerSnapshotError` are as of `load_snapshot`.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import load, save
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(4, 3)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> objects = {"model": model, "optimizer": optimizer}
+        >>> path = save(folder, 12, objects, extra={"epoch": 2})
+        >>> snapshot = load(folder, objects)  # on any number of ranks
+        >>> snapshot.step, snapshot.extra
+        (12, {'epoch': 2})
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     group = group_of(process_group)
     call_on_all_ranks(lambda: _begin(directory, 0 if step is None else step, None), "loading objects", Contract(group))
@@ -205,7 +222,20 @@ def load(
 
 @checked_arguments
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """Returns the newest complete snapshot of a directory, as this rank alone sees it; None if there is none."""
+    """Returns the newest complete snapshot of a directory, as this rank alone sees it; None if there is none.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import latest, save
+        >>> folder = tempfile.mkdtemp()
+        >>> latest(folder) is None
+        True
+        >>> path = save(folder, 7, {"model": torch.nn.Linear(4, 3)})
+        >>> latest(folder).name
+        'step-00000007'
+
+    See also: [the guide to checkpoints](../guides/saving.md).
+    """
     return latest_snapshot(directory)
 
 

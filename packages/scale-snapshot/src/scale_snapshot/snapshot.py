@@ -64,6 +64,8 @@ class Snapshot:
         state: The state it was read into: the caller's tensors, and other saved values.
         extra: The caller's addition to `save_snapshot`.
         left_out: The keys that did not fit, and that `strict=False` has not read.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     path: Path
@@ -96,6 +98,14 @@ def save_snapshot(
     Raises:
         SnapshotError: On every rank, whichever failed: the disk is full, the step is there already, a value is none
             that JSON knows. The snapshots that were there still are.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import save_snapshot
+        >>> save_snapshot(tempfile.mkdtemp(), 1, {"weight": torch.ones(3), "epoch": 2}).name
+        'step-00000001'
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     return write_state(directory, step, lambda: state, group_of(process_group), extra)
 
@@ -176,6 +186,17 @@ def load_snapshot(
         SnapshotError: On every rank: there is no complete snapshot (`FileNotFoundError` is the cause), or it is that of
             another model (`StateMismatch` is the cause; it lists all that differs); or the ranks were given different
             arguments.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import load_snapshot, save_snapshot
+        >>> folder = tempfile.mkdtemp()
+        >>> path = save_snapshot(folder, 1, {"weight": torch.ones(3), "epoch": 2})
+        >>> state = {"weight": torch.zeros(3), "epoch": 0}
+        >>> load_snapshot(folder, state).state
+        {'weight': tensor([1., 1., 1.]), 'epoch': 2}
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     group = group_of(process_group)
     _check_arguments(group, "load_snapshot", directory=os.fspath(directory), step=step, strict=strict, cast=cast)
@@ -340,6 +361,16 @@ def latest_snapshot(
     Raises:
         NewerSnapshotError: A newer version of scale-core wrote the newest.
         OSError: The newest can't be read now.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import latest_snapshot, save
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(4, 3)
+        >>> path = save(folder, 1, {"model": model})
+        >>> latest_snapshot(folder, finite=True).name  # the newest without NaN or infinity
+        'step-00000001'
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     passed_over: set[Path] = set()
     while paths := [path for path in _finished(Path(directory)) if path not in passed_over]:

@@ -38,6 +38,14 @@ class AttentionRule:
         key_value_heads: Attributes that hold that of the key-value heads.
         ratio: Attributes that hold how many heads share a key-value head.
         widths: Attributes that hold the heads times the head size.
+
+    Examples:
+        >>> from scale_tp import AttentionRule
+        >>> rule = AttentionRule("Mine", query=("q",), key_value=("k", "v"), heads=("num_heads",))
+        >>> rule.query
+        ('q',)
+
+    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
     """
 
     name: str

@@ -64,6 +64,17 @@ def iterate_consolidated(
         model = Transformer(arguments)  # with layers of scale_tp: each rank keeps its shard
         for name, tensor in iterate_consolidated("Llama-2-70b"):
             ...
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_tp import iterate_consolidated
+        >>> folder = tempfile.mkdtemp()
+        >>> for rank in range(2):
+        ...     torch.save({"output.weight": torch.ones(3, 4)}, f"{folder}/consolidated.{rank:02}.pth")
+        >>> [(name, tuple(tensor.shape)) for name, tensor in iterate_consolidated(folder)]
+        [('output.weight', (6, 4))]
+
+    See also: [the guide to migrating from Llama](../guides/migration-llama.md).
     """
     files = _open(Path(folder))
     rules = {name: _merge_rule(name, files, dims) for name in files.parts[0]}  # All are checked before the first.
@@ -84,7 +95,19 @@ def iterate_consolidated(
 def read_consolidated(
     folder: str | PathLike[str], *, dims: Mapping[str, int | None] = LLAMA_DIMS, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Returns all tensors of a checkpoint, merged, by name; see `iterate_consolidated`."""
+    """Returns all tensors of a checkpoint, merged, by name; see `iterate_consolidated`.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_tp.llama import read_consolidated
+        >>> folder = tempfile.mkdtemp()
+        >>> for rank in range(2):
+        ...     torch.save({"output.weight": torch.ones(3, 4)}, f"{folder}/consolidated.{rank:02}.pth")
+        >>> read_consolidated(folder)["output.weight"].shape
+        torch.Size([6, 4])
+
+    See also: [the guide to migrating from Llama](../guides/migration-llama.md).
+    """
     return dict(iterate_consolidated(folder, dims=dims, dtype=dtype))
 
 

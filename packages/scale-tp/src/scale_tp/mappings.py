@@ -50,6 +50,14 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: GroupLik
     Args:
         input_: [any shape], the same on all ranks.
         process_group: The ranks; None is the model axis.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import copy_to_tensor_model_parallel_region
+        >>> copy_to_tensor_model_parallel_region(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     return copy_to_region(_check_tensor(input_), tensor_parallel_group(process_group))
 
@@ -60,6 +68,14 @@ def copy_many_to_tensor_model_parallel_region(*inputs: Tensor, process_group: Gr
     Args:
         *inputs: [any shapes] of one dtype and device, the same on all ranks.
         process_group: The ranks; None is the model axis.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group
+        >>> from scale_tp.mappings import copy_many_to_tensor_model_parallel_region
+        >>> first, second = copy_many_to_tensor_model_parallel_region([torch.ones(2), torch.ones(3)], Group())
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     return copy_many_to_region(inputs, tensor_parallel_group(process_group))
 
@@ -70,6 +86,14 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, process_group: Grou
     Args:
         input_: [any shape]: a summand; of one shape on all ranks. It is not changed.
         process_group: The ranks; None is the model axis.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import reduce_from_tensor_model_parallel_region
+        >>> reduce_from_tensor_model_parallel_region(torch.ones(2, 3)).sum()  # on two ranks 12
+        tensor(6.)
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     return reduce_from_region(_check_tensor(input_), tensor_parallel_group(process_group))
 
@@ -87,6 +111,14 @@ def scatter_to_tensor_model_parallel_region(
 
     Raises:
         ValueError: `sizes` do not add up to N.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import scatter_to_tensor_model_parallel_region
+        >>> scatter_to_tensor_model_parallel_region(torch.ones(2, 6)).shape  # on two ranks [2, 3]
+        torch.Size([2, 6])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     return scatter_to_region(_check_tensor(input_, dim), tensor_parallel_group(process_group), dim, sizes)
 
@@ -104,6 +136,14 @@ def gather_from_tensor_model_parallel_region(
 
     Raises:
         ValueError: This rank's n differs from `sizes`.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import gather_from_tensor_model_parallel_region
+        >>> gather_from_tensor_model_parallel_region(torch.ones(2, 3)).shape  # on two ranks [2, 6]
+        torch.Size([2, 3])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     return gather_from_region(_check_tensor(input_, dim), tensor_parallel_group(process_group), dim, sizes)
 
@@ -121,6 +161,14 @@ def scatter_to_sequence_parallel_region(
 
     Raises:
         ValueError: `sizes` do not add up to N.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import scatter_to_sequence_parallel_region
+        >>> scatter_to_sequence_parallel_region(torch.ones(2, 6, 3)).shape  # on two ranks [2, 3, 3]
+        torch.Size([2, 6, 3])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     ranks = tensor_parallel_group(process_group)
     lengths = check_sizes(_check_tensor(input_, dim).shape[dim], ranks, sizes)
@@ -148,6 +196,14 @@ def gather_from_sequence_parallel_region(
 
     Raises:
         ValueError: This rank's n differs from `sizes`.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import gather_from_sequence_parallel_region
+        >>> gather_from_sequence_parallel_region(torch.ones(2, 5, 3)).shape  # on two ranks [2, 10, 3]
+        torch.Size([2, 5, 3])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     ranks = tensor_parallel_group(process_group)
     return gather_sequence(_check_tensor(input_, dim), ranks, dim, sizes, to_model_parallel=to_model_parallel)
@@ -166,6 +222,14 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Raises:
         ValueError: `sizes` do not add up to N.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import reduce_scatter_to_sequence_parallel_region
+        >>> reduce_scatter_to_sequence_parallel_region(torch.ones(2, 6, 3)).shape  # on two ranks [2, 3, 3]
+        torch.Size([2, 6, 3])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     return reduce_scatter_sequence(_check_tensor(input_, dim), tensor_parallel_group(process_group), dim, sizes)
 

@@ -92,6 +92,15 @@ def initialize_model_parallel(
         TypeError: A size is no integer.
         ValueError: The sizes don't divide the number of ranks.
         RuntimeError: It was called before.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.initialize_model_parallel(1)  # 2 on 8 ranks: 4 replicas of 2 ranks
+        >>> scale_tp.get_data_parallel_world_size()
+        1
+        >>> scale_tp.destroy_model_parallel()
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     if _axes:
         raise RuntimeError(
@@ -146,6 +155,15 @@ def destroy_model_parallel() -> None:
     """Destroys the groups of `initialize_model_parallel`, with their connections; all ranks call it.
 
     Layers that were built for them can't compute any more. Without groups it does nothing.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.initialize_model_parallel(1)
+        >>> scale_tp.destroy_model_parallel()
+        >>> scale_tp.model_parallel_is_initialized()
+        False
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     groups = [group.process_group for group in _axes.values() if group.state.get_or_create(_MadeHere).value]
     _axes.clear()
@@ -156,7 +174,15 @@ def destroy_model_parallel() -> None:
 
 
 def model_parallel_is_initialized() -> bool:
-    """Whether `initialize_model_parallel` has divided the ranks."""
+    """Whether `initialize_model_parallel` has divided the ranks.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.model_parallel_is_initialized()
+        False
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return bool(_axes)
 
 
@@ -237,47 +263,119 @@ def _described() -> str:
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that divide the layers with this one; None where torch.distributed is not initialized."""
+    """The ranks that divide the layers with this one; None where torch.distributed is not initialized.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_tensor_model_parallel_group() is None  # on one process
+        True
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return _process_group("model")
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """How many ranks divide a layer."""
+    """How many ranks divide a layer.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_tensor_model_parallel_world_size()  # on one process
+        1
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("model").size
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's index among those that divide a layer."""
+    """This rank's index among those that divide a layer.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_tensor_model_parallel_rank()  # on one process
+        0
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("model").rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of them."""
+    """The global rank of the first of them.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_tensor_model_parallel_src_rank()  # on one process
+        0
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("model").ranks[0]
 
 
 def get_tensor_model_parallel_ranks() -> list[int]:
-    """The global ranks of all of them."""
+    """The global ranks of all of them.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_tensor_model_parallel_ranks()  # on one process
+        [0]
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return list(axis_group("model").ranks)
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialized."""
+    """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialized.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_data_parallel_group() is None  # on one process
+        True
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return _process_group("data")
 
 
 def get_data_parallel_world_size() -> int:
-    """How many replicas there are."""
+    """How many replicas there are.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_data_parallel_world_size()  # on one process
+        1
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("data").size
 
 
 def get_data_parallel_rank() -> int:
-    """Which replica this rank belongs to."""
+    """Which replica this rank belongs to.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_data_parallel_rank()  # on one process
+        0
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("data").rank
 
 
 def get_data_parallel_ranks() -> list[int]:
-    """The global ranks that hold the same part of the model."""
+    """The global ranks that hold the same part of the model.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_data_parallel_ranks()  # on one process
+        [0]
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return list(axis_group("data").ranks)
 
 
@@ -286,52 +384,131 @@ def get_data_context_parallel_group() -> dist.ProcessGroup | None:
 
     They have the same part of the model, and each has a share of its gradients: wrappers of replicas, for example
     `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_data_context_parallel_group() is None  # on one process
+        True
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     return _process_group(DATA_CONTEXT)
 
 
 def get_data_context_parallel_world_size() -> int:
-    """How many ranks hold the same part of the model, whatever their part of a sequence."""
+    """How many ranks hold the same part of the model, whatever their part of a sequence.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_data_context_parallel_world_size()  # on one process
+        1
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group(DATA_CONTEXT).size
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialized."""
+    """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialized.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_pipeline_model_parallel_group() is None  # on one process
+        True
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return _process_group("pipeline")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """How many stages there are."""
+    """How many stages there are.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_pipeline_model_parallel_world_size()  # on one process
+        1
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("pipeline").size
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """Which stage this rank is."""
+    """Which stage this rank is.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_pipeline_model_parallel_rank()  # on one process
+        0
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("pipeline").rank
 
 
 def get_pipeline_model_parallel_ranks() -> list[int]:
-    """The global ranks of the stages, in their order."""
+    """The global ranks of the stages, in their order.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_pipeline_model_parallel_ranks()  # on one process
+        [0]
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return list(axis_group("pipeline").ranks)
 
 
 def get_context_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that divide a sequence with this one; None where torch.distributed is not initialized."""
+    """The ranks that divide a sequence with this one; None where torch.distributed is not initialized.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_context_parallel_group() is None  # on one process
+        True
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return _process_group("context")
 
 
 def get_context_parallel_world_size() -> int:
-    """How many ranks divide a sequence."""
+    """How many ranks divide a sequence.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_context_parallel_world_size()  # on one process
+        1
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("context").size
 
 
 def get_context_parallel_rank() -> int:
-    """This rank's index among those that divide a sequence."""
+    """This rank's index among those that divide a sequence.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_context_parallel_rank()  # on one process
+        0
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return axis_group("context").rank
 
 
 def get_context_parallel_ranks() -> list[int]:
-    """The global ranks that divide a sequence."""
+    """The global ranks that divide a sequence.
+
+    Examples:
+        >>> import scale_tp
+        >>> scale_tp.get_context_parallel_ranks()  # on one process
+        [0]
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return list(axis_group("context").ranks)
 
 

@@ -69,6 +69,18 @@ class RNGStatesTracker:
     A snapshot takes it as an object with a state on each rank:
 
         scale_snapshot.save(directory, step, {"model": model, "random": RandomState(), "streams": get_rng_tracker()})
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import CudaRNGStatesTracker
+        >>> tracker = CudaRNGStatesTracker()
+        >>> tracker.add("dropout", 7)
+        >>> with tracker.fork("dropout"):
+        ...     first = torch.rand(2)
+        >>> sorted(tracker.get_states())
+        ['dropout']
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     is_per_rank = True
@@ -234,7 +246,17 @@ _tracker = RNGStatesTracker()
 
 
 def get_rng_tracker() -> RNGStatesTracker:
-    """Returns the tracker of this process."""
+    """Returns the tracker of this process.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import get_rng_tracker, model_parallel_manual_seed
+        >>> model_parallel_manual_seed(1)
+        >>> with get_rng_tracker().fork():  # a stream of this rank
+        ...     noise = torch.rand(2)
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     return _tracker
 
 
@@ -247,6 +269,15 @@ def model_parallel_manual_seed(seed: int) -> None:
     """Seeds torch's generators equally on all ranks, and a stream "model-parallel-rng" differently on each.
 
     Call it after `initialize_model_parallel`. Ranks that hold the same part of the model get the same stream.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import get_rng_tracker, model_parallel_manual_seed
+        >>> model_parallel_manual_seed(1)  # torch draws the same numbers on all ranks
+        >>> with get_rng_tracker().fork():  # and in here others on each rank
+        ...     noise = torch.rand(2)
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     _tracker.reset()
     torch.manual_seed(seed)
@@ -257,7 +288,16 @@ model_parallel_cuda_manual_seed = model_parallel_manual_seed
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, without reentry, for a function that draws from streams."""
+    """`torch.utils.checkpoint.checkpoint`, without reentry, for a function that draws from streams.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import checkpoint
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> checkpoint(layer, torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=_tracker.replayed)

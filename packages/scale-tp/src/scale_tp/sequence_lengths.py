@@ -67,6 +67,12 @@ def record_sequence_lengths(lengths: Sequence[int], process_group: GroupLike = N
 
     Raises:
         ValueError: There is not one length for each rank.
+
+    Examples:
+        >>> from scale_tp import record_sequence_lengths
+        >>> record_sequence_lengths([4])  # on two ranks [4, 3]: 4 positions on rank 0, 3 on rank 1
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     ranks = tensor_parallel_group(process_group)
     if len(lengths) != ranks.size:

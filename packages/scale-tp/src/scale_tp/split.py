@@ -36,6 +36,8 @@ class Split:
     Example:
         >>> Split.even(7, 3)
         Split(total=7, ranges=(((0, 3),), ((3, 5),), ((5, 7),)))
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     total: int
@@ -185,7 +187,10 @@ class Split:
 
 
 class HeadSplit(NamedTuple):
-    """Which attention heads each rank computes."""
+    """Which attention heads each rank computes.
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
 
     query: Split
     key_value: Split  # those that the queries attend to; several ranks may have copies of one
@@ -224,6 +229,8 @@ def split_heads(num_heads: int, num_key_value_heads: int, num_ranks: int) -> Hea
         >>> query, key_value = split_heads(6, 2, 4)
         >>> query.sizes, key_value.ranges
         ((2, 1, 2, 1), (((0, 1),), ((0, 1),), ((1, 2),), ((1, 2),)))
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     if num_key_value_heads < 1 or num_heads < 1 or num_heads % num_key_value_heads:
         raise ValueError(
@@ -260,6 +267,12 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
     Raises:
         ValueError: They do.
+
+    Examples:
+        >>> from scale_tp import ensure_divisibility
+        >>> ensure_divisibility(12, 4)
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     if denominator == 0 or numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")
@@ -275,6 +288,8 @@ def divide(numerator: int, denominator: int) -> int:
     Example:
         >>> divide(6, 3)
         2
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
@@ -296,13 +311,29 @@ def split_tensor_along_last_dim(
 
     Raises:
         ValueError: The features don't divide.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import split_tensor_along_last_dim
+        >>> [part.shape for part in split_tensor_along_last_dim(torch.ones(2, 6), 3)]
+        [torch.Size([2, 2]), torch.Size([2, 2]), torch.Size([2, 2])]
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     parts = tensor.split(divide(tensor.shape[-1], num_partitions), -1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else tuple(parts)
 
 
 class VocabUtility:
-    """Which words a rank has of a vocabulary: from the first to one past the last."""
+    """Which words a rank has of a vocabulary: from the first to one past the last.
+
+    Examples:
+        >>> from scale_tp import VocabUtility
+        >>> VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4)  # of rank 1 of 4
+        (25, 50)
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    """
 
     @staticmethod
     def vocab_range_from_per_partition_vocab_size(

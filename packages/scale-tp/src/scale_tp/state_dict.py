@@ -34,6 +34,14 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
 
     Raises:
         ScaleDistributedError: A rank did not take part.
+
+    Examples:
+        >>> import torch, scale_tp
+        >>> model = scale_tp.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 4)), {"0": "colwise"})
+        >>> scale_tp.full_state_dict(model)["0.weight"].shape  # on any number of ranks
+        torch.Size([4, 8])
+
+    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
     """
     placed = dict(_param_shardings(model))
     state: dict[str, Tensor] = {}
@@ -66,6 +74,14 @@ def load_full_state_dict(
     Raises:
         ValueError: A tensor has another shape than the full parameter; those before it have been loaded. Or, with
             `strict`, something is missing or unknown; or parameters are sharded along another axis.
+
+    Examples:
+        >>> import torch, scale_tp
+        >>> plain = torch.nn.Sequential(torch.nn.Linear(8, 4))
+        >>> model = scale_tp.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 4)), {"0": "colwise"})
+        >>> scale_tp.load_full_state_dict(model, plain.state_dict())
+
+    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
     """
     if sharded := next((name for name, param in model.named_parameters() if unit_shard_of(param) is not None), None):
         raise ValueError(

@@ -37,6 +37,18 @@ def train(options: Options) -> RunSummary:
         TrainingDiverged: The loss or a weight is no finite number.
         RanksLost: A rank ended early.
         Interrupted: A signal ended it, and the last step is saved.
+
+    Examples:
+        >>> from scale_train import DataOptions, ModelOptions, Options, OptimizerOptions, ParallelOptions, train
+        >>> options = Options(
+        ...     data=DataOptions(sequence=16, batch=2, held_out_tokens=64),
+        ...     model=ModelOptions(layers=1, width=16, heads=2),
+        ...     parallel=ParallelOptions(ranks=1, parallel="none", device="cpu"),
+        ...     optimizer=OptimizerOptions(steps=2),
+        ... )
+        >>> summary = train(options)  # doctest: +SKIP
+
+    See also: [the guide to the training program](../guides/scale-train.md).
     """
     try:
         ended = _outcome(with_checked_types(options))

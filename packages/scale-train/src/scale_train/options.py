@@ -7,7 +7,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The text, and the size of a step."""
+    """The text, and the size of a step.
+
+    Examples:
+        >>> from scale_train import DataOptions
+        >>> DataOptions(sequence=64, batch=8).held_out_tokens
+        65536
+
+    See also: [the guide to the training program](../guides/scale-train.md).
+    """
 
     text: tuple[Path, ...] = ()
     """Files or folders to learn from: text, or JSON lines (.jsonl) with a document per line. Folders named test or
@@ -29,7 +37,15 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A GPT by name, with numbers that you may change, or a model of transformers."""
+    """A GPT by name, with numbers that you may change, or a model of transformers.
+
+    Examples:
+        >>> from scale_train import ModelOptions
+        >>> ModelOptions(size="gpt3-125m", layers=4).layers
+        4
+
+    See also: [the guide to the training program](../guides/scale-train.md).
+    """
 
     size: str = "tiny"
     """tiny, small, gpt3-125m, gpt3-350m, gpt3-760m, gpt3-1.3b, gpt3-2.7b, gpt3-6.7b, gpt3-13b or gpt3-175b."""
@@ -63,7 +79,15 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How ranks divide the work."""
+    """How ranks divide the work.
+
+    Examples:
+        >>> from scale_train import ParallelOptions
+        >>> ParallelOptions(ranks=2, parallel="fsdp", precision="bf16").accumulate
+        1
+
+    See also: [the guide to the training program](../guides/scale-train.md).
+    """
 
     ranks: int | None = None
     """Number of local ranks to start; by default one per GPU, or two on a CPU of several cores. Not under torchrun."""
@@ -128,7 +152,15 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """AdamW, and its schedule."""
+    """AdamW, and its schedule.
+
+    Examples:
+        >>> from scale_train import OptimizerOptions
+        >>> OptimizerOptions(steps=100, lr=1e-3).warmup
+        20
+
+    See also: [the guide to the training program](../guides/scale-train.md).
+    """
 
     steps: int = 400
     """Number of steps of the full run, including steps before a resume."""
@@ -153,7 +185,15 @@ class OptimizerOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Checkpoints, evaluation and logging."""
+    """Checkpoints, evaluation and logging.
+
+    Examples:
+        >>> from scale_train import RunOptions
+        >>> RunOptions(save_every=50, log_format="json").seed
+        0
+
+    See also: [the guide to the training program](../guides/scale-train.md).
+    """
 
     seed: int = 0
     """Seed of initial weights, data order and dropout."""
@@ -188,7 +228,16 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """Train a language model on text, and report how well it predicts text that it has not seen."""
+    """Train a language model on text, and report how well it predicts text that it has not seen.
+
+    Examples:
+        >>> from scale_train import Options, OptimizerOptions, ParallelOptions
+        >>> options = Options(parallel=ParallelOptions(ranks=2), optimizer=OptimizerOptions(steps=100))
+        >>> options.parallel.parallel, options.data.batch
+        ('fsdp', 32)
+
+    See also: [the guide to the training program](../guides/scale-train.md).
+    """
 
     data: DataOptions = field(default_factory=DataOptions)
     model: ModelOptions = field(default_factory=ModelOptions)

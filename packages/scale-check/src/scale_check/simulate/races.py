@@ -71,6 +71,8 @@ class Race(NamedTuple):
         later: The other one; or the release, and the next allocation, of memory that the first may still use.
         memory: The bytes, and where they were allocated.
         missing: The wait that would give them an order.
+
+    See also: [the guide to missing waits](../guides/races.md).
     """
 
     earlier: str

@@ -88,6 +88,8 @@ class Simulation(Memory):
         device: Where the model computes: the host, or the stand-in for an accelerator.
         collectives: The collectives so far, in order.
         races: The races so far, where the simulation looks for them (`races=`).
+
+    See also: [the guide to missing waits](../guides/races.md).
     """
 
     def __init__(self, rank: int, world_size: int, check: bool, device: torch.device) -> None:
@@ -342,6 +344,8 @@ def simulate(
             the stand-in: there is a real accelerator, whose place it would take.
         UseAfterReleaseError: Inside: an operation was given released memory.
         RaceError: Inside, or at the end: two uses of the same memory have no order.
+
+    See also: [the guide to missing waits](../guides/races.md).
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank from 0 to {world_size - 1} in a world of {world_size}, got rank {rank}")

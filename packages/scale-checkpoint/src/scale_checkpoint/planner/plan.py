@@ -47,6 +47,18 @@ class MemoryPlan:
 
     Raises:
         ValueError: A block has no strategy, or one that the profile doesn't know.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_checkpoint import MemoryPlan, profile_memory
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)))
+        >>> profile = profile_memory(model, torch.randn(128, 64), repeats=1)
+        >>> keep, recompute = (MemoryPlan(dict.fromkeys(profile.blocks, how), profile) for how in ("keep", "recompute"))
+        >>> keep.peak_bytes > recompute.peak_bytes
+        True
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
 
     strategies: Mapping[str, str]
@@ -145,6 +157,18 @@ def plan_memory(
         BudgetError: No plan fits; names the smallest budget that one fits.
         ValueError: No blocks are found, a name is none of the model's, the profile is another model's, or the step has
             no gradient.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_checkpoint import apply_plan, plan_memory
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+        >>> plan = plan_memory(model, torch.randn(256, 64), budget_bytes=4 * 2**20)
+        >>> plan.peak_bytes <= 4 * 2**20
+        True
+        >>> model = apply_plan(model, plan)
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     if profile is None:
         profile = profile_memory(
@@ -160,6 +184,18 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
     """Returns the fastest plan that fits a budget; needs no model.
 
     `budget_bytes` and `other_bytes` are those of `plan_memory`, and so is the BudgetError.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_checkpoint import best_plan, profile_memory
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+        >>> profile = profile_memory(model, torch.randn(256, 64), repeats=1)
+        >>> plan = best_plan(profile, budget_bytes=4 * 2**20)
+        >>> plan.peak_bytes <= 4 * 2**20
+        True
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     for name, num_bytes in (("budget_bytes", budget_bytes), ("other_bytes", other_bytes)):
         if type(num_bytes) is not int:
@@ -182,7 +218,19 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
 
 @checked_arguments
 def memory_front(profile: MemoryProfile) -> Iterator[MemoryPlan]:
-    """Yields the plans that none is faster than in as little memory, from the fastest to the smallest."""
+    """Yields the plans that none is faster than in as little memory, from the fastest to the smallest.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_checkpoint import memory_front, profile_memory
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+        >>> plans = list(memory_front(profile_memory(model, torch.randn(256, 64), repeats=1)))
+        >>> plans[0].peak_bytes > plans[-1].peak_bytes  # from the fastest to the smallest
+        True
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
+    """
     waiting: MemoryPlan | None = None
     room = UNLIMITED
     while (chosen := fastest(profile.segments, profile.boundary_tensors, room)) is not None:
@@ -209,6 +257,17 @@ def apply_plan(model: nn.Module, plan: MemoryPlan) -> nn.Module:
     Raises:
         ValueError: The model's blocks are others than the plan's, or more: names the first difference; or a
             strategy of the plan names an unknown operator. Nothing was changed.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_checkpoint import apply_plan, plan_memory
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+        >>> plan = plan_memory(model, torch.randn(256, 64), budget_bytes=4 * 2**20)
+        >>> model = apply_plan(model, plan)
+        >>> model(torch.randn(256, 64)).sum().backward()
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     check_same_blocks(model, plan.profile.blocks, plan.profile.excluded)
     resolved = resolve_strategies(plan.profile.strategies, device_of(model))

@@ -56,6 +56,8 @@ class MemoryProfile:
         strategies: The setting of each strategy, by its name, as `apply_checkpointing` takes it.
         device: The device that it was measured on, for example "cuda".
         excluded: Modules of the same classes that are no blocks: of these names the model may have more.
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
 
     segments: tuple[Segment, ...]
@@ -133,6 +135,18 @@ def profile_memory(
     Raises:
         ValueError: `repeats` is less than 1, no blocks are found, a name is none of the model's, or the step has no
             gradient.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_checkpoint import best_plan, profile_memory
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
+        >>> profile = profile_memory(model, torch.randn(256, 64), repeats=1)
+        >>> list(profile.blocks)
+        ['0', '1', '2', '3']
+        >>> plans = [best_plan(profile, budget_bytes=budget) for budget in (4 * 2**20, 8 * 2**20)]
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     if repeats < 1:
         raise ValueError(f"repeats: each time is taken at least once, but repeats={repeats} was given")

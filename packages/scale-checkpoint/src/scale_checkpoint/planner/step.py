@@ -214,6 +214,8 @@ class MeasuredStep:
         peak_bytes: The most that lives at any one time: parameters, buffers, inputs and gradients included.
         seconds: The least of the repeats: CPU time with one thread where the model is on the CPU, and until all is done
             otherwise.
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
 
     peak_bytes: int
@@ -234,6 +236,16 @@ def measure_step(
 
     Raises:
         ValueError: The step has no gradient.
+
+    Examples:
+        >>> import torch
+        >>> from scale_checkpoint import measure_step
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> step = measure_step(model, torch.randn(128, 64), repeats=1)
+        >>> step.peak_bytes > 4 * 128 * 256, step.seconds > 0
+        (True, True)
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     step = Step(model, sample_input, loss)
     model_bytes = step.bytes_before()

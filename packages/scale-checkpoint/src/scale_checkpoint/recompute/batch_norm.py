@@ -38,6 +38,8 @@ def patch_batchnorm(module: nn.Module) -> list[RemovableHandle]:
 
     Returns:
         Handles that undo it: `handle.remove()` of each.
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     handles = []
     for part in module.modules():

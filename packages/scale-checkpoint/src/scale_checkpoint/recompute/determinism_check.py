@@ -56,6 +56,8 @@ def check_recomputation(model: nn.Module, values: bool = False) -> Iterator[None
     Raises:
         RecomputationError: From the backward pass: names the module, the operator and the tensor that differ first.
         RuntimeError: Inside of another `check_recomputation`.
+
+    See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
     global active
     if active is not None:

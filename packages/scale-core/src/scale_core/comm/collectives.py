@@ -150,6 +150,16 @@ def all_gather(
 
     Raises:
         ValueError: The sizes or dtypes do not fit each other.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group, all_gather
+        >>> output = torch.zeros(4)
+        >>> _ = all_gather(output, torch.ones(4), Group()).wait()  # a group of this rank only
+        >>> output
+        tensor([1., 1., 1., 1.])
+
+    See also: [the core](../how-the-core-works.md).
     """
     _check_dtypes("all_gather", output, shard)
     parts = _parts("all_gather", "output", output, group, sizes)
@@ -206,6 +216,14 @@ def reduce_scatter(
 
     Raises:
         ValueError: `full` does not divide into W parts, or is to be averaged and has no fractions.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group, reduce_scatter
+        >>> reduce_scatter(torch.ones(4), Group()).wait()
+        tensor([1., 1., 1., 1.])
+
+    See also: [the core](../how-the-core-works.md).
     """
     parts = _parts("reduce_scatter", "a full tensor", full, group, sizes)
     if average and not (full.is_floating_point() or full.is_complex()):
@@ -245,6 +263,14 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWor
 
     Raises:
         ValueError: Another `op`.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group, all_reduce
+        >>> all_reduce(torch.ones(3), Group()).wait()  # a group of this rank only
+        tensor([1., 1., 1.])
+
+    See also: [the core](../how-the-core-works.md).
     """
     if op not in _REDUCE_OPS:
         raise ValueError(f"all_reduce: expected op to be one of {', '.join(map(repr, _REDUCE_OPS))}, got {op!r}")
@@ -300,6 +326,14 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWor
 
     Raises:
         ValueError: The group has no such rank.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group, broadcast
+        >>> broadcast(torch.ones(3), Group(), source=0).wait()
+        tensor([1., 1., 1.])
+
+    See also: [the core](../how-the-core-works.md).
     """
     if not 0 <= source < group.size:
         raise ValueError(f"broadcast: expected source to be a rank of the group, 0 to {group.size - 1}, got {source}")
@@ -333,6 +367,16 @@ def all_to_all(
 
     Raises:
         ValueError: The sizes or dtypes do not fit each other.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group, all_to_all
+        >>> output = torch.zeros(4)
+        >>> _ = all_to_all(output, torch.arange(4.0), Group()).wait()
+        >>> output
+        tensor([0., 1., 2., 3.])
+
+    See also: [the core](../how-the-core-works.md).
     """
     _check_dtypes("all_to_all", output, input)
     sent = _parts("all_to_all", "input", input, group, input_sizes)

@@ -42,6 +42,15 @@ class Group:
         backend: The transport: "gloo", "nccl", "fake" (one process plays one of many ranks), or "none".
         ranks: The global rank of each member, in group order.
         state: This process's record of the process group.
+
+    Examples:
+        >>> from scale_core import Group, group_of
+        >>> Group()  # a world of one: no process group is needed
+        Group(rank=0, size=1, process_group=None, backend='none', ranks=(0,))
+        >>> group_of().size
+        1
+
+    See also: [the core](../how-the-core-works.md).
     """
 
     rank: int = 0
@@ -76,6 +85,13 @@ def group_of(process_group: GroupLike = None) -> Group:
         TypeError: It is none of these.
         ValueError: A mesh of several dimensions, a group that this rank is no member of, or a stand-in object
             that claims more than one rank.
+
+    Examples:
+        >>> from scale_core import group_of
+        >>> group_of().size  # all ranks; of a process group or a mesh of one dimension, its ranks
+        1
+
+    See also: [the core](../how-the-core-works.md).
     """
     if isinstance(process_group, Group):
         return process_group

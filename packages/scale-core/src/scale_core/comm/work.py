@@ -90,6 +90,15 @@ class CollectiveWork:
 
     A handle must be waited on or canceled: one that is dropped with neither warns, because its result could be read
     while the transfer still runs. A transfer that could not even start raises in `wait()`, too.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Group, all_reduce
+        >>> work = all_reduce(torch.ones(3), Group())  # a group of this rank only
+        >>> work.wait()
+        tensor([1., 1., 1.])
+
+    See also: [the core](../how-the-core-works.md).
     """
 
     def __init__(

@@ -239,6 +239,15 @@ class Contract:
             group's own, at most ten minutes.
         abort_message: Says that a step was aborted, given each rank's exception, by rank; "" where it has not.
         of: A name that is the same on all ranks and no other contract's, by which ranks at two contracts differ.
+
+    Examples:
+        >>> from scale_core import Contract, Event, Group
+        >>> from scale_core.consistency.execution_order import PassKind
+        >>> contract = Contract(Group())  # a group of this rank only
+        >>> contract.begin(PassKind("forward", grad=True, training=True), new_step=True)
+        >>> contract.record(Event("forward", "layers.0"))  # compared with the other ranks before it runs
+
+    See also: [the guide to debugging](../guides/debugging.md).
     """
 
     def __init__(

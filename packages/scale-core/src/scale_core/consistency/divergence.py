@@ -75,6 +75,8 @@ def check_replicas(
     Raises:
         DivergenceError: On all ranks: some differ. It names the parameters and the ranks.
         ScaleDistributedError: A rank did not come.
+
+    See also: [the guide to debugging](../guides/debugging.md).
     """
     named = named_replicas(model, buffers=buffers) if isinstance(model, nn.Module) else list(model)
     compare_replicas(named, Contract(group_of(process_group), limit_seconds), step)

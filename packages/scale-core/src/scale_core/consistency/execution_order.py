@@ -13,7 +13,15 @@ _MASK = (1 << 62) - 1
 
 
 class Event(NamedTuple):
-    """One phase of one unit, for example its forward, with all its collectives."""
+    """One phase of one unit, for example its forward, with all its collectives.
+
+    Examples:
+        >>> from scale_core import Event
+        >>> Event("forward", "layers.0")
+        Event(phase='forward', unit='layers.0')
+
+    See also: [the guide to debugging](../guides/debugging.md).
+    """
 
     phase: str
     unit: str

@@ -41,6 +41,14 @@ class LateRanks:
 
     Raises:
         ValueError: A number is not above 0.
+
+    Examples:
+        >>> from scale_core import LateRanks
+        >>> late = LateRanks(threshold_ms=50, every=10)
+        >>> for step in range(9):
+        ...     _ = late.step()  # after each step: warns of ranks that come late
+
+    See also: [the guide to debugging](../guides/debugging.md).
     """
 
     @checked_arguments

@@ -135,6 +135,17 @@ class FlatBuffer(FlatReduced):
         gathers_float8: Whether the full buffer is in fp8, from which `float8_param` makes the weights to compute with.
         part: [W * S / size of the part's group], the part of the full buffer left by `release(keep_part=True)`, or
             None.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import FlatBuffer, FlatLayout, Group
+        >>> names, params = zip(*torch.nn.Linear(3, 4).named_parameters())
+        >>> layout = FlatLayout.plan(names, [param.shape for param in params], world_size=1)
+        >>> buffer = FlatBuffer(names, params, layout, Group())  # a group of this rank only
+        >>> [tuple(param.shape) for param in buffer.sharded_params]
+        [(4, 3), (4,)]
+
+    See also: [the core](../how-the-core-works.md).
     """
 
     state: State

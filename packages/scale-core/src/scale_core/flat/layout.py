@@ -46,6 +46,13 @@ class BlockAtom:
 
     Raises:
         ValueError: `size` is below 1.
+
+    Examples:
+        >>> from scale_core import BlockAtom
+        >>> BlockAtom(256)  # `fully_shard(model, atom=BlockAtom(256))`: for optimizers of 8 bits
+        BlockAtom(size=256)
+
+    See also: [the core](../how-the-core-works.md).
     """
 
     size: int
@@ -119,6 +126,16 @@ class FlatLayout:
         full_numel: Elements of the full buffer.
         numel: Elements of all parameters.
         padding: Elements of the full buffer that belong to no parameter.
+
+    Examples:
+        >>> from scale_core import FlatLayout
+        >>> layout = FlatLayout.plan(["weight", "bias"], [(4, 3), (4,)], world_size=2)
+        >>> layout.shard_numel  # of 16 elements
+        8
+        >>> [span.start for span in layout.spans(rank=1)]
+        [8, 0]
+
+    See also: [the core](../how-the-core-works.md).
     """
 
     entries: tuple[LayoutEntry, ...]

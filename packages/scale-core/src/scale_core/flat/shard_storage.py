@@ -29,6 +29,14 @@ class DtypePolicy:
     Attributes:
         compute: Of the gathered parameters and of their gradients.
         reduce: Of the gradients on their way from rank to rank.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import DtypePolicy
+        >>> DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)
+        DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)
+
+    See also: [the core](../how-the-core-works.md).
     """
 
     compute: torch.dtype | None = None

@@ -159,6 +159,15 @@ def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
     It gets the parameters as `parameters()` yields them and, in the same order, the full local gradient of each, in
     the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The gradients are borrowed:
     they must not be changed, nor kept after the callback returns. `handle.remove()` ends the calls.
+
+    Examples:
+        >>> from scale_core import register_local_grad_hook
+        >>> norms = []
+        >>> handle = register_local_grad_hook(lambda params, grads: norms.append(sum(grad.norm() for grad in grads)))
+        >>> # backward passes of sharded models now call it, on each rank with its gradients
+        ... handle.remove()
+
+    See also: [the core](../how-the-core-works.md).
     """
     return gradient_hooks.local.register(callback)
 
@@ -196,6 +205,14 @@ def register_reduced_grad_hook(callback: GradsHook) -> RemovableHandle:
 
     It gets local shards as `parameters()` yields them, without gradients of an earlier pass, and the gradient that each
     got in this one, in its shape. It may read the gradients, or start to copy them; not change them.
+
+    Examples:
+        >>> from scale_core import register_reduced_grad_hook
+        >>> handle = register_reduced_grad_hook(lambda params, grads: print(f"{len(params)} reduced"))
+        >>> # backward passes of sharded models now call it
+        ... handle.remove()
+
+    See also: [the core](../how-the-core-works.md).
     """
     return gradient_hooks.reduced.register(callback)
 
@@ -219,6 +236,14 @@ def register_grad_published_hook(callback: GradPublishedHook, at_once: Container
         at_once: Local shards whose gradients the callback uses up, so that they need not wait for the end of the pass:
             they are put into `param.grad`, and it is called, as soon as they are reduced. Where the pass fails later,
             that can't be taken back. May grow afterwards.
+
+    Examples:
+        >>> from scale_core import register_grad_published_hook
+        >>> handle = register_grad_published_hook(lambda params: print(f"{len(params)} gradients"))
+        >>> # backward passes of sharded models now call it
+        ... handle.remove()
+
+    See also: [the core](../how-the-core-works.md).
     """
     return gradient_hooks.published.register((callback, at_once))
 

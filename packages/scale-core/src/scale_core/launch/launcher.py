@@ -65,6 +65,17 @@ def launch_local(
     Raises:
         ValueError: `num_ranks` is below 1, or there are fewer CUDA devices, or `fn` is in no file.
         LaunchError: The main script calls this outside of `if __name__ == "__main__"`.
+
+    Examples:
+        >>> import torch.distributed as dist
+        >>> from scale_core.launch import init_distributed, launch_local
+        >>> def main():
+        ...     group = init_distributed()
+        ...     print(f"rank {group.rank} of {group.size}")
+        >>> if __name__ == "__main__":
+        ...     code = launch_local(main, 2)  # doctest: +SKIP
+
+    See also: [the guide to starting ranks](../guides/multi-node.md).
     """
     check_may_start("launch_local", fn)
     if num_ranks < 1:

@@ -75,6 +75,8 @@ def init_distributed(
     Example:
         >>> init_distributed()  # in a plain Python, not under torchrun
         Group(rank=0, size=1, process_group=None, backend='none', ranks=(0,))
+
+    See also: [the guide to starting ranks](../guides/multi-node.md).
     """
     if dist.is_initialized():
         return group_of()

@@ -31,6 +31,8 @@ class StopSignal:
 
     Attributes:
         received: The number of the signal that this rank received; 0 if none.
+
+    See also: [the guide to starting ranks](../guides/multi-node.md).
     """
 
     def __init__(self) -> None:

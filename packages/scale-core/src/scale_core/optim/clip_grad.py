@@ -78,6 +78,16 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
         TransferError: Another rank did not take part.
         ValueError: `norm_type` is not above 0, a gradient is still a partial sum over a mesh axis, or `params` is an
             iterator that has been used up.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import grad_norm
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> model.weight.grad = torch.tensor([[3.0, 4.0]])
+        >>> grad_norm(model.parameters())
+        tensor(5.)
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     check_initialized()
     return norm_of(measured_gradients(_listed(params)), norm_type, limit_seconds)
@@ -127,6 +137,18 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: Also for `max_norm` below 0 or NaN, or where there are no parameters.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import clip_grad_norm_
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> model.weight.grad = torch.tensor([[3.0, 0.0, 4.0]])
+        >>> clip_grad_norm_(model.parameters(), max_norm=1.0)  # over all meshes, each element once
+        tensor(5.)
+        >>> model.weight.grad.norm().round(decimals=3)
+        tensor(1.)
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     check_max_norm(max_norm)
     check_initialized()

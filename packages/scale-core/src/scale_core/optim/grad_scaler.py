@@ -61,6 +61,8 @@ class ShardedGradScaler(GradScaler):
     Raises:
         ValueError: A number out of its range, or a `process_group` that this rank is no member of.
         TypeError: `process_group` is none, or `device` is no device.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     @checked_arguments(own="device")

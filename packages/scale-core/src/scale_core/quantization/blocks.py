@@ -52,6 +52,13 @@ class BlockFormat:
 
     Raises:
         ValueError: There is no such format, or the size is not even and above 0.
+
+    Examples:
+        >>> from scale_core.quantization.blocks import BlockFormat
+        >>> BlockFormat("int8", block_size=256).num_bytes(1024)  # and 4 scales
+        1040
+
+    See also: [the guide to quantized communication](../guides/quantized-communication.md).
     """
 
     dtype: FormatName
@@ -91,6 +98,16 @@ def quantize(values: Tensor, block_format: BlockFormat, *, out: Tensor | None = 
         values: [R, n] of a floating-point dtype; blocks are counted from the beginning of each row.
         block_format: The format of the message.
         out: The messages, to be filled.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
+        >>> form = BlockFormat("int8")
+        >>> message = quantize(torch.ones(1, 256), form)
+        >>> message.shape, message.dtype
+        (torch.Size([1, 264]), torch.uint8)
+
+    See also: [the guide to quantized communication](../guides/quantized-communication.md).
     """
     rows, numel = values.shape
     message = out
@@ -114,6 +131,16 @@ def dequantize(message: Tensor, num_elements: int, block_format: BlockFormat, *,
         num_elements: n.
         block_format: The format that it was made in.
         out: [R, n], to be filled.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
+        >>> form, values = BlockFormat("int8"), torch.randn(2, 256)
+        >>> received = dequantize(quantize(values, form), 256, form)
+        >>> bool((received - values).abs().max() <= values.abs().max() / 127)
+        True
+
+    See also: [the guide to quantized communication](../guides/quantized-communication.md).
     """
     rows = len(message)
     if out is None:

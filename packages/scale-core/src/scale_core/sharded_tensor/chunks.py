@@ -16,7 +16,15 @@ from scale_core.shard import Ranges
 
 
 class Chunk(NamedTuple):
-    """An axis-aligned box of a tensor: where it begins and how long it is, along each dimension."""
+    """An axis-aligned box of a tensor: where it begins and how long it is, along each dimension.
+
+    Examples:
+        >>> from scale_core.state.state_dict import Chunk
+        >>> Chunk((2, 0), (2, 3))  # rows 2 and 3 of a matrix with 3 columns
+        Chunk(offsets=(2, 0), sizes=(2, 3))
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

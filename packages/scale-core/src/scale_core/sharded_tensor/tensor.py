@@ -28,6 +28,14 @@ class ShardedTensor(Tensor):
     Its attributes, for example `shape` and `numel()`, describe the full tensor. A function that computes each element
     by itself returns a `ShardedTensor`. A reduction returns a plain tensor with the result of the full tensor; all
     ranks that share the tensor call it together. Other functions raise `ShardedTensorError`.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.sharded_tensor.tensor import ShardedTensor
+        >>> issubclass(ShardedTensor, torch.Tensor)  # gradients and optimizer state of sharded parameters
+        True
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
     """
 
     dispatch: ClassVar[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]]
@@ -84,7 +92,16 @@ class ShardedTensor(Tensor):
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter that is divided over the ranks; see `ShardedTensor`."""
+    """A parameter that is divided over the ranks; see `ShardedTensor`.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.sharded_tensor.tensor import ShardedParameter
+        >>> issubclass(ShardedParameter, torch.nn.Parameter)  # `model.parameters()` under fully_shard yields these
+        True
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
 
     __torch_function__ = ShardedTensor.__torch_function__
     __repr__ = ShardedTensor.__repr__  # type: ignore[assignment]  # torch has no types here
@@ -116,7 +133,18 @@ class ShardedParameter(nn.Parameter):
 
 
 def set_shard(param: Tensor, shard: Shard) -> None:
-    """Records that `param` is this piece; a plain parameter becomes a `ShardedParameter` if it is divided."""
+    """Records that `param` is this piece; a plain parameter becomes a `ShardedParameter` if it is divided.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core import Shard, set_shard, shard_of
+        >>> param = torch.nn.Parameter(torch.ones(2, 3))
+        >>> set_shard(param, Shard("weight", (4, 3), 0, 6))  # the first two of four rows
+        >>> shard_of(param).stop
+        6
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
     record_shard(param, shard)
     if is_divided_shard(shard):
         if type(param) is nn.Parameter:
@@ -134,12 +162,30 @@ def mark_sharded(tensor: Tensor, shard: Shard) -> Tensor:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is a tensor of one of these types."""
+    """Whether it is a tensor of one of these types.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.sharded_tensor.tensor import is_sharded
+        >>> is_sharded(torch.nn.Parameter(torch.ones(3)))
+        False
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
     return isinstance(value, ShardedTensor | ShardedParameter)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Returns the plain tensor of this rank's elements; of a plain tensor itself."""
+    """Returns the plain tensor of this rank's elements; of a plain tensor itself.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.sharded_tensor.tensor import local_tensor
+        >>> local_tensor(torch.ones(3))
+        tensor([1., 1., 1.])
+
+    See also: [the guide to sharded parameters](../guides/sharded-parameters.md).
+    """
     return cast(Any, tensor).to_local() if is_sharded(tensor) else tensor
 
 

@@ -39,6 +39,21 @@ def dcp_target(
 
     Raises:
         StateMismatch: The saved state is that of another model or optimizer; nothing has been read into them then.
+
+    Examples:
+        >>> import tempfile, warnings
+        >>> import torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from scale_core.state import load_sharded_state_dict, sharded_state_dict
+        >>> from scale_core.state.dcp import dcp_target
+        >>> warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a world of one
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(4, 3)
+        >>> _ = dcp.save(sharded_state_dict(model), checkpoint_id=folder)
+        >>> target = dcp_target(folder, model)
+        >>> dcp.load(target, checkpoint_id=folder)
+        >>> load_sharded_state_dict(target, model, copy=False)
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     metadata = FileSystemReader(checkpoint_id).read_metadata()
     prefix = f"{key}." if key else ""

@@ -34,6 +34,14 @@ class LocalShard(Tensor):
 
     Raises:
         ValueError: The tensor has another number of elements, or is not contiguous where it has to be.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.state.state_dict import LocalShard
+        >>> LocalShard(torch.ones(6), torch.Size([4, 3]), 0, 6).stop  # the first two of four rows
+        6
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     tensor: Tensor

@@ -30,7 +30,10 @@ NAMES = frozenset({"params", "param_names"})
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A group of one rank's optimizer, or the part of it on that rank."""
+    """A group of one rank's optimizer, or the part of it on that rank.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
+    """
 
     number: int  # Its place in that optimizer
     names: tuple[str, ...]  # Of its parameters in the plain model; empty where a rank had nothing of the group

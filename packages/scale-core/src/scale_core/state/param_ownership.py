@@ -154,6 +154,8 @@ def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
 
     Raises:
         ValueError: The ranks hold summands of a parameter.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     slices = named_param_slices(model).values()
     return sum(math.prod(holding.shape) for holding in slices if holding.owner.requires_grad or not only_trainable)

@@ -66,6 +66,15 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
         ValueError: A parameter of the optimizer is none of the model's, the ranks hold summands of a parameter, or
             a state of an optimizer is neither a shard nor a number, so that it can't be put together again; or a
             parameter is on the meta device.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.state import sharded_state_dict
+        >>> model = torch.nn.Linear(4, 3)
+        >>> sorted(sharded_state_dict(model, torch.optim.AdamW(model.parameters())))[:2]  # nothing is sent or copied
+        ['model.bias', 'model.weight']
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     wait_sent()  # They are the live shards, and may be written to.
     state: dict[str, Any] = {
@@ -97,6 +106,17 @@ def target_state_dict(
     Raises:
         StateMismatch: The saved state is that of another model, or of another kind of optimizer, or the optimizer has
             other parameters; all that differs on this rank is listed.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.state import sharded_state_dict, target_state_dict
+        >>> model = torch.nn.Linear(4, 3)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> saved = sharded_state_dict(model, optimizer)
+        >>> sorted(target_state_dict(model, optimizer, saved)) == sorted(saved)
+        True
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     saved = of_this_rank(saved, model)
     target, names = sharded_state_dict(model), _names(model)
@@ -156,6 +176,16 @@ def load_sharded_state_dict(
         StateMismatch: Missing or unexpected keys, other shapes, dtypes or ranges, all of them listed; nothing has been
             written then.
         ValueError: A parameter is on the meta device.
+
+    Examples:
+        >>> import torch
+        >>> from scale_core.state import load_sharded_state_dict, sharded_state_dict
+        >>> model, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+        >>> load_sharded_state_dict(sharded_state_dict(model), other)
+        >>> torch.equal(other.weight, model.weight)
+        True
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     differences = load_what_fits(state, model, optimizer, copy=copy, strict=strict)
     if differences:

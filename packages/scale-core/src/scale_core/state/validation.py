@@ -17,7 +17,10 @@ from scale_core.errors import ScaleError
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """The shape of a saved full tensor, and its dtype."""
+    """The shape of a saved full tensor, and its dtype.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype

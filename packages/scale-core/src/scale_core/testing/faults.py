@@ -72,6 +72,14 @@ class Fault:
         seconds: How long a "delay" lasts.
         text: The message of a "raise".
         attempt: In which generation of torchrun's restarts, from 0; None is any.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> fault = faults.kill_at("all_gather", rank=1, step=3)
+        >>> fault.point, fault.rank, fault.step
+        ('all_gather', 1, 3)
+
+    See also: [faults](../internals/faults.md).
     """
 
     action: Action
@@ -108,43 +116,106 @@ class Fault:
 
 @checked_arguments
 def kill_at(point: str, rank: int = 0, step: int | None = None, **where: Any) -> Fault:
-    """SIGKILL; `where` has further fields of `Fault`, here and below."""
+    """SIGKILL; `where` has further fields of `Fault`, here and below.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> with faults.inject(faults.kill_at("reduce_scatter", rank=1, step=3)):
+        ...     pass  # your loop, on every rank
+
+    See also: [faults](../internals/faults.md).
+    """
     return Fault("kill", point, rank, step, **where)
 
 
 @checked_arguments
 def stop_at(point: str, rank: int = 0, step: int | None = None, **where: Any) -> Fault:
-    """SIGSTOP: the rank is frozen, and its connections stay open."""
+    """SIGSTOP: the rank is frozen, and its connections stay open.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> with faults.inject(faults.stop_at("all_gather", rank=1, step=3)):
+        ...     pass  # your loop: rank 1 hangs, its connections stay open
+
+    See also: [faults](../internals/faults.md).
+    """
     return Fault("stop", point, rank, step, **where)
 
 
 @checked_arguments
 def raise_at(point: str, rank: int = 0, step: int | None = None, text: str = "injected", **where: Any) -> Fault:
-    """An `InjectedError` with this text."""
+    """An `InjectedError` with this text.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> with faults.inject(faults.raise_at("user.validation", rank=0, step=1, text="no data")):
+        ...     try:
+        ...         faults.reach("user.validation")
+        ...     except RuntimeError as error:
+        ...         print("raised")
+        raised
+
+    See also: [faults](../internals/faults.md).
+    """
     return Fault("raise", point, rank, step, text=text, **where)
 
 
 @checked_arguments
 def delay_at(point: str, rank: int = 0, step: int | None = None, *, seconds: float, **where: Any) -> Fault:
-    """The rank sleeps for some seconds, and goes on."""
+    """The rank sleeps for some seconds, and goes on.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> with faults.inject(faults.delay_at("user.validation", rank=0, step=1, seconds=0.01)):
+        ...     faults.reach("user.validation")  # 10 ms late
+
+    See also: [faults](../internals/faults.md).
+    """
     return Fault("delay", point, rank, step, seconds=seconds, **where)
 
 
 @checked_arguments
 def enospc_at(point: str, rank: int = 0, step: int | None = None, **where: Any) -> Fault:
-    """An `OSError` as of a full disk."""
+    """An `OSError` as of a full disk.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> with faults.inject(faults.enospc_at("snapshot.tensor", rank=0, step=10)):
+        ...     pass  # your loop: the save of step 10 finds a full disk
+
+    See also: [faults](../internals/faults.md).
+    """
     return Fault("enospc", point, rank, step, **where)
 
 
 def draw(generator: random.Random, candidates: Sequence[Fault], num_ranks: int, steps: range) -> Fault:
-    """Draws one of the candidates, for a rank and a step that are drawn, too; the same for the same generator."""
+    """Draws one of the candidates, for a rank and a step that are drawn, too; the same for the same generator.
+
+    Examples:
+        >>> import random
+        >>> from scale_core.testing import faults
+        >>> candidates = [faults.kill_at("all_gather", rank=0, step=1), faults.stop_at("all_reduce", rank=0, step=1)]
+        >>> fault = faults.draw(random.Random(1), candidates, num_ranks=2, steps=range(1, 10))
+        >>> fault == faults.draw(random.Random(1), candidates, num_ranks=2, steps=range(1, 10))
+        True
+
+    See also: [faults](../internals/faults.md).
+    """
     chosen = asdict(generator.choice(candidates))
     return Fault(**{**chosen, "rank": generator.randrange(num_ranks), "step": generator.choice(steps)})
 
 
 @contextmanager
 def inject(*faults: Fault) -> Iterator[None]:
-    """Switches faults on in this process while the context lasts, in place of others that are."""
+    """Switches faults on in this process while the context lasts, in place of others that are.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> with faults.inject(faults.kill_at("all_gather", rank=1, step=3)):
+        ...     pass  # your loop, on every rank
+
+    See also: [faults](../internals/faults.md).
+    """
     before = fault_points.active
     injector = _Injector(faults)
     fault_points.active = injector
@@ -156,7 +227,15 @@ def inject(*faults: Fault) -> Iterator[None]:
 
 
 def to_environment(*faults: Fault) -> dict[str, str]:
-    """Returns the environment variable that switches these faults on in a program and in all that it starts."""
+    """Returns the environment variable that switches these faults on in a program and in all that it starts.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> list(faults.to_environment(faults.kill_at("all_gather", rank=1, step=3)))  # for a program started elsewhere
+        ['SCALE_FAULTS']
+
+    See also: [faults](../internals/faults.md).
+    """
     return {VARIABLE: json.dumps([asdict(fault) for fault in faults])}
 
 
@@ -165,6 +244,12 @@ def inject_from_environment() -> None:
 
     Raises:
         ValueError: The variable has no list of faults as `to_environment` writes it.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> faults.inject_from_environment()  # SCALE_FAULTS is not set: no faults
+
+    See also: [faults](../internals/faults.md).
     """
     if isinstance(fault_points.active, _Injector):
         return
@@ -183,6 +268,12 @@ def begin_step(step: int) -> None:
     """Says which step begins, from 1: for a loop that resumes, or in which a save belongs to the step before it.
 
     From its first call on, steps of optimizers are not counted.
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> faults.begin_step(100)  # in a loop that resumes at step 100
+
+    See also: [faults](../internals/faults.md).
     """
     if fault_points.active is not None:
         inject_from_environment()
@@ -192,7 +283,14 @@ def begin_step(step: int) -> None:
 
 
 def reach(point: str, detail: str = "") -> None:
-    """A point of a program's own: "user.validation"."""
+    """A point of a program's own: "user.validation".
+
+    Examples:
+        >>> from scale_core.testing import faults
+        >>> faults.reach("user.validation")  # a point of your own
+
+    See also: [faults](../internals/faults.md).
+    """
     if fault_points.active is not None:
         fault_points.active(point, detail)
 

@@ -75,6 +75,12 @@ def preload(*modules: str) -> None:
 
     Args:
         *modules: Names of modules; one that can't be imported is left out.
+
+    Examples:
+        >>> from scale_core.testing import preload
+        >>> preload("torch.nn.utils")  # imported once, before ranks are forked
+
+    See also: [the guide to comparing with one process](../guides/check.md).
     """
     _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
 
@@ -116,6 +122,8 @@ def run_ranks(
         >>> from operator import add
         >>> run_ranks(add, 2, 20, 22, backend=None)
         [42, 42]
+
+    See also: [the guide to comparing with one process](../guides/check.md).
     """
     if num_ranks < 1:
         raise ValueError(f"expected num_ranks of at least 1, got {num_ranks}")

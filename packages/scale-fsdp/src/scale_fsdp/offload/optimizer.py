@@ -108,6 +108,8 @@ class OffloadOptimizer(Optimizer):
         TypeError: `optim_cls` is no class of optimizers, a parameter is no plain tensor, or a setting is of another
             type.
         ValueError: A fraction below 0 or above 1, or an optimizer that can't be divided.
+
+    See also: [the guide to CPU offload](../guides/large-models.md).
     """
 
     @checked_arguments(own="optim_cls host_fraction overlap_step overlap_copies split")

@@ -187,6 +187,8 @@ def reshard_to(
             resharded.
         ValueError: On all ranks, before anything is changed: their models, optimizers or new ranks differ.
         ScaleDistributedError: A rank was lost meanwhile. The model is then resharded in part: load a checkpoint.
+
+    See also: [the guide to resharding](../guides/hybrid-sharding.md).
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     union, units = group_of(union_process_group), units_in(model)

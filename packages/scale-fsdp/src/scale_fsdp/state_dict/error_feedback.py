@@ -30,6 +30,15 @@ class ErrorFeedbackState:
 
     Raises:
         ValueError: It has none.
+
+    Examples:
+        >>> import torch
+        >>> from scale_fsdp import CommunicationPolicy, ErrorFeedbackState, fully_shard
+        >>> policy = CommunicationPolicy(reduce="int4", error_feedback=True)
+        >>> model = fully_shard(torch.nn.Linear(64, 64), communication=policy)
+        >>> objects = {"model": model, "errors": ErrorFeedbackState(model)}  # of scale_snapshot.save
+
+    See also: [the guide to state dicts](../guides/saving.md).
     """
 
     is_per_rank = True  # To `scale_snapshot.save`

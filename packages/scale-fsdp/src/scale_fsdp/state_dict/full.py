@@ -198,6 +198,8 @@ def full_state_dict(
         TypeError: `rank_0_only` is not a bool.
         RuntimeError: `rank_0_only`, and a unit is over other ranks than the model.
         ScaleDistributedError: A rank did something else.
+
+    See also: [the guide to state dicts](../guides/saving.md).
     """
     form = resolve_state_dict_config(device, rank_0_only)
     wait_for(*model.parameters())

@@ -174,6 +174,8 @@ def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]
     Raises:
         ValueError: A state lacks its metadata, a rank is missing or there twice, or the ranks saved
             different models; a parameter is missing or has another size.
+
+    See also: [the guide to state dicts](../guides/saving.md).
     """
     metadata = [
         getattr(state_dict, "_metadata", {}).get("", {}).get(LOCAL_METADATA) for state_dict in local_state_dicts

@@ -89,6 +89,8 @@ def full_optim_state_dict(
             shard's shape, or the ranks' states differ.
         RuntimeError: A unit is over other ranks than the model.
         ScaleDistributedError: A rank did something else.
+
+    See also: [the guide to state dicts](../guides/saving.md).
     """
     check_same_ranks(model, "full_optim_state_dict")
     group = model_group(model)
@@ -160,6 +162,18 @@ def shard_optim_state_dict(
         ValueError: The state is not by name, or that of another model or of other groups; or a tensor has another
             shape.
         TypeError: It is None, as on ranks that did not receive it.
+
+    Examples:
+        >>> import torch
+        >>> from scale_fsdp import full_optim_state_dict, fully_shard, shard_optim_state_dict
+        >>> model = fully_shard(torch.nn.Linear(4, 3))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> full = full_optim_state_dict(model, optimizer, recipient_rank=None)  # on all ranks
+        >>> optimizer.load_state_dict(shard_optim_state_dict(full, model, optimizer))
+
+    See also: [the guide to state dicts](../guides/saving.md).
     """
     from scale_core.state.optim_state_dict import entries_from  # Loads torch's checkpoint package: a second.
 

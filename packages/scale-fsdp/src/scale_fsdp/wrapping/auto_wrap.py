@@ -61,6 +61,14 @@ def plan_units(
     Raises:
         TypeError: `policy` is neither a Policy nor callable.
         ValueError: The policy doesn't fit the model.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import plan_units, size_policy
+        >>> plan_units(nn.Sequential(nn.Linear(64, 64), nn.Linear(4, 4)), size_policy(min_num_params=1000))
+        ['0']
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     chosen = as_policy(policy)
     chosen.check(module)
@@ -119,6 +127,16 @@ def enable_wrap(
         auto_wrap_policy: For calls of `auto_wrap` that name none.
         wrapper_cls: Called as `wrapper_cls(module, **arguments)`; FullyShardedDataParallel by default.
         wrapper_kwargs: Arguments for every wrapper; `module.wrapper_config` overrides them, a call's own both.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import FullyShardedDataParallel, enable_wrap, wrap
+        >>> with enable_wrap(wrapper_cls=FullyShardedDataParallel):
+        ...     model = nn.Sequential(wrap(nn.Linear(8, 8)), nn.Linear(8, 4))
+        >>> type(model[0]).__name__, type(model[1]).__name__
+        ('FullyShardedDataParallel', 'Linear')
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     token = _context.set(_Context(auto_wrap_policy, wrapper_cls or FullyShardedDataParallel, wrapper_kwargs))
     try:
@@ -134,6 +152,16 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     Raises:
         TypeError: `module.wrapper_config` is no mapping.
         ValueError: The module is wrapped already.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import FullyShardedDataParallel, enable_wrap, wrap
+        >>> with enable_wrap(wrapper_cls=FullyShardedDataParallel, reshard_after_forward=False):
+        ...     layer = wrap(nn.Linear(8, 8))
+        >>> type(layer).__name__, type(wrap(nn.Linear(8, 8))).__name__  # outside of it, the module itself
+        ('FullyShardedDataParallel', 'Linear')
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     context = _context.get()
     if context is None:
@@ -173,6 +201,16 @@ def auto_wrap(
 
     Raises:
         ValueError: Both a policy and `min_num_params` are given, or the policy doesn't fit the model.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import auto_wrap, enable_wrap, size_policy
+        >>> with enable_wrap():
+        ...     model = auto_wrap(nn.Sequential(nn.Linear(32, 32), nn.Linear(4, 4)), size_policy(500))
+        >>> [type(layer).__name__ for layer in model]
+        ['FullyShardedDataParallel', 'Linear']
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     if min_num_params is not None:
         if auto_wrap_policy is not None:
@@ -238,6 +276,8 @@ def fully_shard_modules(
         TypeError: A parameter is made of other tensors.
         ValueError: The policy doesn't fit the model; a parameter has no shape yet, or a hook; or nothing gives values
             to a parameter or buffer on the meta device, in whichever unit it is. No unit is made then.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     names = [*(name for name in plan_units(module, policy) if name), ""]
     units = [module.get_submodule(name) for name in names]
@@ -268,6 +308,8 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Modu
     Args:
         mod: Any module.
         skip_empty: Leave out those that have no parameters of their own.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     return [unit.module for unit in units_in(mod) if unit.buffers or not skip_empty]
 

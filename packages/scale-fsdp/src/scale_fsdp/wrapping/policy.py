@@ -32,6 +32,8 @@ class Candidate:
         module: The module.
         num_params: Elements of the parameters below it that no unit holds yet.
         is_root: `plan_units` was called with it.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     name: str
@@ -45,6 +47,18 @@ class Policy(ABC):
 
     Attributes:
         wraps_leaves: A module that `enters` refuses may still be a unit.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import plan_units
+        >>> from scale_fsdp.wrapping.policy import Policy
+        >>> class Wide(Policy):
+        ...     def selects(self, candidate):
+        ...         return isinstance(candidate.module, nn.Linear) and candidate.module.out_features > 100
+        >>> plan_units(nn.Sequential(nn.Linear(8, 128), nn.Linear(128, 8)), Wide())
+        ['0']
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     wraps_leaves = True
@@ -106,6 +120,15 @@ def size_policy(min_num_params: float) -> Policy:
 
     Raises:
         ValueError: `min_num_params` is negative.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import plan_units, size_policy
+        >>> model = nn.Sequential(nn.Linear(32, 32), nn.Linear(4, 4), nn.Linear(32, 32))
+        >>> plan_units(model, size_policy(min_num_params=1000))
+        ['0', '2']
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     if min_num_params < 0:
         raise ValueError(f"a unit has 0 elements or more, but min_num_params is {min_num_params}")
@@ -142,6 +165,15 @@ def class_policy(*classes: type[nn.Module] | str) -> Policy:
     Raises:
         TypeError: An argument is neither a class nor a name.
         ValueError: There are no arguments; or, with the model, no module is of any of the classes.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import class_policy, plan_units
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
+        >>> plan_units(model, class_policy(nn.TransformerEncoderLayer))
+        ['layers.0', 'layers.1']
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     for cls in classes:
         if not isinstance(cls, (str, type)):
@@ -159,6 +191,17 @@ def no_split_policy(model: nn.Module) -> Policy:
 
     Raises:
         ValueError: No model in it names any class.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import no_split_policy, plan_units
+        >>> class Model(nn.Sequential):  # as models of transformers do
+        ...     _no_split_modules = ["Bilinear"]
+        >>> model = Model(nn.Bilinear(2, 2, 2), nn.Linear(2, 2))
+        >>> plan_units(model, no_split_policy(model))
+        ['0']
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     names: set[str] = set()
     for module in model.modules():
@@ -208,6 +251,14 @@ def name_policy(*patterns: str) -> Policy:
     Raises:
         ValueError: There are no patterns, or one is no regular expression; or, with the model, one matches no module
             that could be a unit.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_fsdp import name_policy, plan_units
+        >>> plan_units(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), name_policy(r"[02]"))
+        ['0', '2']
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
     if not patterns:
         raise ValueError(r'name_policy needs at least one pattern; write name_policy(r"layers\.\d+")')

@@ -97,6 +97,19 @@ class DistributedPipe(StageModuleView):
         ValueError: Numbers do not fit each other.
         RuntimeError: A launcher has started several ranks, and torch.distributed is not initialized.
         ContractError: The ranks have built different models, splits or schedules.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_pipe import DistributedPipe
+        >>> layers = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+        >>> pipe = DistributedPipe(layers, "1f1b", balance=[3], chunks=4)  # one stage on one rank
+        >>> optimizer = torch.optim.AdamW(pipe.parameters())
+        >>> loss = pipe.step(torch.randn(16, 8), target=torch.randn(16, 4), loss_fn=nn.functional.mse_loss)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
 
     @checked_arguments(own="module")

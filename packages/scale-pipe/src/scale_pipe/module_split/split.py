@@ -70,6 +70,8 @@ def split(
             called.
         ValueError: There is no module or argument of a name; cuts are out of order or named twice; there is no such
             stage; a split module's forward was replaced, which its copies could not follow.
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
     plan = plan_cuts(model, cuts, hold)
     if not cuts:
@@ -191,6 +193,16 @@ def shared_parameters(stages: Sequence[nn.Module]) -> list[list[tuple[int, str]]
 
     Returns:
         Of each such tensor its stages and names there, in order: [(0, "wte.weight"), (3, "head.weight")].
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_pipe import shared_parameters
+        >>> embed, head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        >>> head.weight = embed.weight
+        >>> shared_parameters([nn.Sequential(embed), nn.Sequential(head)])
+        [[(0, '0.weight'), (1, '0.weight')]]
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
     places: dict[int, list[tuple[int, str]]] = {}
     for number, stage in enumerate(stages):

@@ -126,6 +126,8 @@ class Pipe(nn.Module):
         ValueError: The balance is missing, or does not fit; chunks or checkpoint is none of those above; a layer occurs
             twice; the sequence itself has hooks; one tensor would have to be on two devices; there is no such device.
         IndexError: There are fewer devices than partitions.
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
 
     partitions: nn.ModuleList

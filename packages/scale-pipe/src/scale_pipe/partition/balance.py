@@ -67,6 +67,8 @@ def balance_by_time(
     Raises:
         TypeError: The module is no `nn.Sequential`, or has a forward of its own; partitions is no integer.
         ValueError: There are fewer layers than partitions, or none; a layer is in the module twice.
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
     partitions = _check_partitions(partitions, module)
     times = _least_times(layer_times(module, sample, seconds, device), process_group)
@@ -98,6 +100,16 @@ def balance_by_size(
     Raises:
         TypeError: As in `balance_by_time`.
         ValueError: As in `balance_by_time`; or chunks is not positive, or param_scale is negative.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_pipe import balance_by_size
+        >>> layers = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8), nn.Linear(8, 8))
+        >>> balance_by_size(2, layers, torch.randn(16, 8), chunks=4, param_scale=4.0)  # of Adam
+        [1, 3]
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
     partitions = _check_partitions(partitions, module)
     chunks = check_chunks(chunks)
@@ -141,6 +153,17 @@ def balance_by_makespan(
     Raises:
         TypeError: As in `balance_by_time`.
         ValueError: As in `balance_by_time`; or the schedule has another number of stages.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_pipe import balance_by_makespan
+        >>> layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        >>> balance = balance_by_makespan(2, layers, torch.randn(4, 8), num_micro_batches=4, seconds=0.05)
+        >>> len(balance), sum(balance)
+        (2, 4)
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
     partitions = _check_partitions(partitions, module)
     check_positive(num_micro_batches=num_micro_batches)

@@ -79,6 +79,8 @@ def profile_stages(
         TypeError: The stages are one module, and no list.
         ValueError: There is no stage, or the number of links is not one less than that of stages.
         Exception: An error of a stage, with a note on which one.
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
     given_stages: object = stages
     if not isinstance(given_stages, Iterable):

@@ -27,6 +27,13 @@ class Kind(StrEnum):
         SEND_GRADIENT: Sends the gradient of this stage's input to the stage before.
         RECEIVE_GRADIENT: Receives the gradient of this stage's output from the next stage.
         STEP: The optimizer's step for the parameters of a stage, once after all of its gradients.
+
+    Examples:
+        >>> from scale_pipe import Kind
+        >>> [kind.value for kind in Kind]
+        ['F', 'I', 'W', 'B', 'SA', 'RA', 'SG', 'RG', 'S']
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     FORWARD = "F"
@@ -62,6 +69,13 @@ class Action(NamedTuple):
         kind: The kind of work.
         stage: On which stage, counted from 0 in the order of the model.
         micro_batch: On which micro-batch, counted from 0; `EVERY_MICRO_BATCH` of a step.
+
+    Examples:
+        >>> from scale_pipe import Action, Kind
+        >>> str(Action(Kind.FORWARD, 2, 5))
+        'F2.5'
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     kind: Kind
@@ -102,6 +116,8 @@ class TimedAction(NamedTuple):
         action: The action.
         start: When it starts, in the unit of the costs; seconds where it was measured.
         end: When it is over.
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     rank: int

@@ -30,6 +30,13 @@ def gpipe(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> S
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import gpipe, simulate
+        >>> round(simulate(gpipe(4, 8)).bubble, 2)  # (P - 1) / (M + P - 1)
+        0.27
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     orders = []
@@ -52,6 +59,13 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import one_forward_one_backward, simulate
+        >>> round(simulate(one_forward_one_backward(4, 8)).bubble, 2)  # as GPipe, with P live micro-batches
+        0.27
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches)
     batches = range(num_micro_batches)
@@ -71,6 +85,13 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: in
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import interleaved_1f1b, simulate
+        >>> round(simulate(interleaved_1f1b(4, 8, stages_per_rank=2)).bubble, 2)
+        0.16
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     num_ranks = placement.num_ranks
@@ -93,6 +114,13 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import looped_breadth_first, simulate
+        >>> round(simulate(looped_breadth_first(4, 8, stages_per_rank=2)).bubble, 2)
+        0.16
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     batches = range(num_micro_batches)

@@ -26,6 +26,14 @@ class Costs:
 
     Raises:
         ValueError: The lengths differ, or a time is negative or not finite.
+
+    Examples:
+        >>> from scale_pipe import Costs, gpipe, simulate
+        >>> costs = Costs(forward=(1.0, 2.0), input_gradient=(1.0, 2.0), weight_gradient=(1.0, 2.0), link=(0.5,))
+        >>> simulate(gpipe(2, 4), costs).makespan
+        28.0
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     forward: tuple[float, ...]

@@ -44,6 +44,15 @@ def build_schedule(name: str, placement: StagePlacement, num_micro_batches: int,
     Raises:
         DeadlockError: With these orders some actions never become ready.
         ValueError: There is not one order for each rank.
+
+    Examples:
+        >>> from scale_pipe import Action, Kind, StagePlacement, build_schedule
+        >>> orders = [[Action(kind, stage, 0) for kind in (Kind.FORWARD, Kind.BACKWARD)] for stage in range(2)]
+        >>> schedule = build_schedule("mine", StagePlacement((0, 1)), 1, orders)
+        >>> print(*schedule.actions[0])
+        F0.0 SA0.0 RG0.0 B0.0 S0
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     if len(orders) != placement.num_ranks:
         raise ValueError(f"expected an order for each of {placement.num_ranks} ranks, but got {len(orders)}")

@@ -30,6 +30,13 @@ class StagePlacement:
 
     Raises:
         ValueError: There is no stage, or a rank between 0 and the highest holds none.
+
+    Examples:
+        >>> from scale_pipe import StagePlacement
+        >>> StagePlacement((0, 1, 1, 0)).rank_of  # a V of four stages on two ranks
+        (0, 1, 1, 0)
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     rank_of: tuple[int, ...]

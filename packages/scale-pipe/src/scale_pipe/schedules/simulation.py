@@ -27,6 +27,14 @@ class ScheduleSimulation:
         schedule: The schedule.
         costs: The times of its stages and links.
         spans: All computations and sends, by start.
+
+    Examples:
+        >>> from scale_pipe import gpipe, simulate
+        >>> simulation = simulate(gpipe(2, 4))
+        >>> simulation.makespan, round(simulation.bubble, 2)
+        (15.0, 0.2)
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     schedule: Schedule
@@ -106,6 +114,14 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> ScheduleSimulati
     Raises:
         ScheduleError: It cannot run; see `validate`.
         ValueError: The costs are for another number of stages.
+
+    Examples:
+        >>> from scale_pipe import gpipe, simulate
+        >>> simulation = simulate(gpipe(2, 4))
+        >>> round(simulation.bubble, 2)
+        0.2
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     validate(schedule, transport="posted")
     costs = costs or Costs.uniform(schedule.num_stages)

@@ -64,6 +64,17 @@ def validate(
         DeadlockError: Ranks wait for one another.
         MemoryCapError: A rank holds more than the cap.
         ValueError: The transport is none of the three, or there is not one cap for each rank.
+
+    Examples:
+        >>> from scale_pipe import gpipe, validate
+        >>> validate(gpipe(2, 4))
+        >>> try:
+        ...     validate(gpipe(2, 4), memory_cap=2)
+        ... except ValueError as error:
+        ...     print(type(error).__name__)
+        MemoryCapError
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     if transport not in get_args(Transport):
         raise ValueError(f"expected transport to be one of {', '.join(get_args(Transport))}, but got {transport!r}")

@@ -37,6 +37,14 @@ def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, widt
 
     Raises:
         ValueError: There is no simulation, or the width leaves no room.
+
+    Examples:
+        >>> from scale_pipe import draw, gpipe, simulate, zb_v
+        >>> svg = draw([simulate(gpipe(2, 4)), simulate(zb_v(2, 4))])
+        >>> svg[:4]
+        '<svg'
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     shown = [simulations] if isinstance(simulations, ScheduleSimulation) else list(simulations)
     if not shown:
@@ -66,7 +74,15 @@ def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, widt
 def save_drawing(
     simulations: ScheduleSimulation | Sequence[ScheduleSimulation], path: str | PathLike[str], *, width: int = 960
 ) -> None:
-    """Writes the SVG of `draw`; a file that exists is replaced."""
+    """Writes the SVG of `draw`; a file that exists is replaced.
+
+    Examples:
+        >>> import tempfile
+        >>> from scale_pipe import gpipe, save_drawing, simulate
+        >>> save_drawing(simulate(gpipe(2, 4)), f"{tempfile.mkdtemp()}/gpipe.svg")
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    """
     Path(path).write_text(draw(simulations, width=width), encoding="utf-8")
 
 
@@ -117,6 +133,14 @@ def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
     """Returns the trace events of a simulation: each rank's computations, sends and number of live micro-batches.
 
     Its times are taken as seconds.
+
+    Examples:
+        >>> from scale_pipe import chrome_trace, gpipe, simulate
+        >>> trace = chrome_trace(simulate(gpipe(2, 4)))
+        >>> sorted({event["ph"] for event in trace["traceEvents"]})
+        ['C', 'M', 'X']
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     events: list[dict[str, Any]] = []
     for rank in range(simulation.schedule.num_ranks):
@@ -145,5 +169,13 @@ def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
 
 @checked_arguments
 def save_chrome_trace(simulation: ScheduleSimulation, path: str | PathLike[str]) -> None:
-    """Writes the events of `chrome_trace` as JSON; a file that exists is replaced."""
+    """Writes the events of `chrome_trace` as JSON; a file that exists is replaced.
+
+    Examples:
+        >>> import tempfile
+        >>> from scale_pipe import gpipe, save_chrome_trace, simulate
+        >>> save_chrome_trace(simulate(gpipe(2, 4)), f"{tempfile.mkdtemp()}/trace.json")  # for ui.perfetto.dev
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    """
     Path(path).write_text(json.dumps(chrome_trace(simulation)) + "\n", encoding="utf-8")

@@ -51,6 +51,13 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import simulate, zb_h1
+        >>> round(simulate(zb_h1(4, 8)).bubble, 2)
+        0.11
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     orders = []
@@ -71,6 +78,13 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import simulate, zb_v
+        >>> round(simulate(zb_v(4, 8)).bubble, 2)
+        0.06
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _best_list_schedule("ZB-V", num_ranks, num_micro_batches, 2 * num_ranks)
@@ -81,6 +95,13 @@ def v_half(num_ranks: int, num_micro_batches: int) -> Schedule:
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import simulate, v_half
+        >>> simulate(v_half(4, 8)).schedule.placement.rank_of
+        (0, 1, 2, 3, 3, 2, 1, 0)
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _best_list_schedule("V-Half", num_ranks, num_micro_batches, 2 * ((num_ranks + 2) // 2))
@@ -91,6 +112,13 @@ def v_min(num_ranks: int, num_micro_batches: int) -> Schedule:
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import simulate, v_min
+        >>> round(simulate(v_min(4, 8)).bubble, 2)
+        0.29
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _best_list_schedule("V-Min", num_ranks, num_micro_batches, 2 * ((num_ranks + 4) // 3))
@@ -161,6 +189,13 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 
     Raises:
         ValueError: A number is not positive.
+
+    Examples:
+        >>> from scale_pipe import dual_pipe_v, simulate
+        >>> round(simulate(dual_pipe_v(2, 8)).bubble, 2)
+        0.02
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     full = max(num_micro_batches, 2 * num_ranks)

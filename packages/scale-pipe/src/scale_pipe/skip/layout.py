@@ -42,6 +42,22 @@ def verify_skippables(module: nn.Sequential | Sequence[nn.Module]) -> None:
 
     Raises:
         TypeError: One or more pairs do not match; the message lists all of them.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_pipe import pop, skippable, verify_skippables
+        >>> @skippable(pop=["skip"])
+        ... class Add(nn.Module):
+        ...     def forward(self, input):
+        ...         skip = yield pop("skip")
+        ...         return input + skip
+        >>> try:
+        ...     verify_skippables(nn.Sequential(nn.Linear(2, 2), Add()))
+        ... except TypeError as error:
+        ...     print("nobody stashes it")
+        nobody stashes it
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
     problems: list[str] = []
     stashed: dict[SkipKey, str] = {}

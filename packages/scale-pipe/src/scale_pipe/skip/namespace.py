@@ -12,6 +12,26 @@ class Namespace:
     """A namespace of skips: "skip" in one namespace is another than "skip" in the next one.
 
     Copies of a namespace, pickled ones too, are the same namespace.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_pipe import Namespace, pop, skippable, stash, verify_skippables
+        >>> @skippable(stash=["skip"])
+        ... class Down(nn.Linear):
+        ...     def forward(self, input):
+        ...         yield stash("skip", input)
+        ...         return super().forward(input)
+        >>> @skippable(pop=["skip"])
+        ... class Up(nn.Linear):
+        ...     def forward(self, input):
+        ...         skip = yield pop("skip")
+        ...         return super().forward(input) + skip
+        >>> outer, inner = Namespace(), Namespace()  # two skips with the name "skip"
+        >>> down = [Down(8, 4).isolate(outer), Down(4, 2).isolate(inner)]
+        >>> up = [Up(2, 4).isolate(inner), Up(4, 8).isolate(outer)]
+        >>> verify_skippables(nn.Sequential(*down, *up))
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
 
     __slots__ = ("_id",)
@@ -39,6 +59,17 @@ class stash:  # noqa: N801  # It reads as a command: `yield stash("skip", x)`.
     Args:
         name: As declared.
         tensor: Of any shape; None may be stashed as well, and tensors nested in containers.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_pipe import skippable, stash
+        >>> @skippable(stash=["skip"])
+        ... class Keep(nn.Module):
+        ...     def forward(self, input):
+        ...         yield stash("skip", input)
+        ...         return input
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
 
     __slots__ = ("name", "tensor")
@@ -52,6 +83,17 @@ class pop:  # noqa: N801  # It reads as a command: `skip = yield pop("skip")`.
 
     Args:
         name: As declared.
+
+    Examples:
+        >>> from torch import nn
+        >>> from scale_pipe import pop, skippable
+        >>> @skippable(pop=["skip"])
+        ... class Add(nn.Module):
+        ...     def forward(self, input):
+        ...         skip = yield pop("skip")  # of the layer that has stashed it
+        ...         return input + skip
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
 
     __slots__ = ("name",)

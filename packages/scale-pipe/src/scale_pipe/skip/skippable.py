@@ -46,6 +46,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
 
     Raises:
         TypeError: Names are no list of strings, or the decorated object is no class of modules.
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
     declared = DeclaredSkips(_names("@skippable: stash", stash), _names("@skippable: pop", pop))
 

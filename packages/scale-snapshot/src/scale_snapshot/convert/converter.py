@@ -34,6 +34,8 @@ class ConversionReport:
         num_tensors: How many tensors were written.
         num_bytes: Their size.
         tied: Names that a snapshot does not list again, each with the first name of the same tensor.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     path: Path
@@ -84,6 +86,19 @@ def convert_checkpoint(
             there is something at the destination; or an argument is wrong. Nothing is left at the destination.
         SnapshotError: The source is a snapshot that is damaged; or a snapshot can't be written.
         OSError: A file can't be read or written.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import load
+        >>> from scale_snapshot.convert import convert_checkpoint
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(4, 3)
+        >>> torch.save(model.state_dict(), f"{folder}/weights.pt")
+        >>> convert_checkpoint(f"{folder}/weights.pt", f"{folder}/converted").num_tensors
+        2
+        >>> load(f"{folder}/converted", {"model": model}).step
+        0
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     target = Path(destination)
     if to not in ("snapshot", "safetensors", "dcp"):
@@ -134,6 +149,16 @@ def open_checkpoint(path: str | os.PathLike[str], names: Renaming | None = None,
         ValueError: It is no checkpoint that is known here, is damaged, or holds values without a name.
         SnapshotError: It is a snapshot that is damaged.
         OSError: A file can't be read.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot.convert import open_checkpoint
+        >>> path = f"{tempfile.mkdtemp()}/weights.pt"
+        >>> torch.save(torch.nn.Linear(4, 3).state_dict(), path)
+        >>> sorted(open_checkpoint(path).tensors)
+        ['model.bias', 'model.weight']
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     return _opened(recognized(path), names or Renaming(), trust)
 

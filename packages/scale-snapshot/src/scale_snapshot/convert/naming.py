@@ -33,6 +33,8 @@ class StoredState:
         extra: The program's addition, as `encode_extra` returns it.
         step: The training step, 0 where it is not known.
         tied: Other names of a tensor, each with its first name.
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     tensors: dict[str, LazyTensor]
@@ -44,7 +46,15 @@ class StoredState:
 
 @dataclass(frozen=True)
 class Renaming:
-    """Changes of names: a prefix, the first text of a pair, becomes the second; the longest one counts."""
+    """Changes of names: a prefix, the first text of a pair, becomes the second; the longest one counts.
+
+    Examples:
+        >>> from scale_snapshot.convert.naming import Renaming
+        >>> Renaming({"module.": ""})
+        Renaming(pairs={'module.': ''}, skip=(), model=None)
+
+    See also: [the guide to checkpoints](../guides/saving.md).
+    """
 
     pairs: Sequence[tuple[str, str]] = ()
     skip: Sequence[str] = ()

@@ -35,6 +35,15 @@ def verify_snapshot(path: str | Path, progress: Callable[[int], None] = lambda n
     Raises:
         DamagedSnapshotError: The files differ from those that were written; the error names files, bytes and tensors.
         NewerSnapshotError: It was written by a newer version.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import save, verify_snapshot
+        >>> path = save(tempfile.mkdtemp(), 1, {"model": torch.nn.Linear(4, 3)})
+        >>> list(verify_snapshot(path).files)  # or DamagedSnapshotError
+        ['rank-00000.safetensors']
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     path = Path(path)
     manifest = read_manifest(path)

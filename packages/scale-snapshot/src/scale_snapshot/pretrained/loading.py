@@ -87,6 +87,18 @@ def load_pretrained(
         SnapshotError: On every rank: the folder is that of another model (`StateMismatch` is the cause; it lists the
             tensors that is missing, unexpected or of another shape or dtype, with near names), it is damaged, a
             conversion is not known, or a buffer on meta has got no values.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import load_pretrained, save_pretrained
+        >>> folder = save_pretrained(torch.nn.Linear(4, 3), tempfile.mkdtemp())
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(4, 3)  # or sharded: `fully_shard(model, init=False)`
+        >>> load_pretrained(model, folder)  # memory, and values
+        >>> model(torch.ones(2, 4)).shape
+        torch.Size([2, 3])
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     ranks, inner, path = group_of(process_group), unwrapped(model), Path(folder)
     together = CollectiveCall(ranks, f"loading {path}", SnapshotError)

@@ -73,6 +73,15 @@ def save_pretrained(
         ValueError: `max_shard_size` is no size.
         SnapshotError: On every rank, whichever failed: there is something in the folder, the disk is full, a conversion
             can't be undone, or each rank has an expert of its own. Nothing has been written under this name then.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import save_pretrained
+        >>> folder = save_pretrained(torch.nn.Linear(4, 3), tempfile.mkdtemp())
+        >>> [file.name for file in folder.iterdir()]
+        ['model.safetensors']
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
     ranks, inner, path = group_of(process_group), unwrapped(model), Path(folder)
     limit = size_in_bytes(max_shard_size)

@@ -25,6 +25,18 @@ class RandomState:
 
     Args:
         reseed: Seed again at another number of ranks; without it, that is an error.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import RandomState, load, save
+        >>> folder = tempfile.mkdtemp()
+        >>> path = save(folder, 1, {"random": RandomState()})
+        >>> expected = torch.rand(3)
+        >>> step = load(folder, {"random": RandomState()}).step
+        >>> torch.equal(torch.rand(3), expected)
+        True
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     is_per_rank = True

@@ -45,6 +45,24 @@ class PerRank:
         obj: The object, or a tensor or a value.
         resize: Returns a rank's state where other ranks than these have saved it, from the states of all of them, this
             rank and the number of ranks. None refuses to load then.
+
+    Examples:
+        >>> import tempfile
+        >>> from scale_snapshot import PerRank, load, save
+        >>> class Position:
+        ...     batch = 3
+        ...     def state_dict(self):
+        ...         return {"batch": self.batch}
+        ...     def load_state_dict(self, state):
+        ...         self.batch = state["batch"]
+        >>> folder = tempfile.mkdtemp()
+        >>> marked = PerRank(Position(), resize=lambda states, rank, size: states[0])  # on other numbers of ranks
+        >>> save(folder, 1, {"position": marked}).name
+        'step-00000001'
+        >>> load(folder, {"position": marked}).step
+        1
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     obj: Any
@@ -57,6 +75,16 @@ class FromRank0:
 
     Attributes:
         obj: The object, or a tensor or a value.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import FromRank0, save
+        >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)  # its state differs between ranks
+        >>> save(tempfile.mkdtemp(), 1, {"scheduler": FromRank0(scheduler)}).name
+        'step-00000001'
+
+    See also: [the guide to checkpoints](../guides/saving.md).
     """
 
     obj: Any

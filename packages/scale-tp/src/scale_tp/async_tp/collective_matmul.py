@@ -77,6 +77,15 @@ def gather_linear(
     Raises:
         TransferError: A rank did not take part.
         ValueError: `pieces` is below 1, or `sizes`, `dim` or the dtypes do not fit.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import gather_linear
+        >>> (output,) = gather_linear(torch.ones(6, 4), [torch.ones(3, 4)], pieces=2)
+        >>> output.shape
+        torch.Size([6, 3])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     chunks = chunk_sequence("gather_linear", input, tensor_parallel_group(process_group), dim, sizes, pieces)
     return all_gather_linear(chunks, input, weights, [None] * len(weights) if biases is None else biases, keeps=False)
@@ -112,6 +121,14 @@ def linear_scatter(
     Raises:
         TransferError: A rank did not take part.
         ValueError: `pieces` is below 1, or `sizes`, `dim` or the dtypes do not fit.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import linear_scatter
+        >>> linear_scatter(torch.ones(6, 4), torch.ones(3, 4)).shape  # on two ranks [3, 3]
+        torch.Size([6, 3])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     ranks = tensor_parallel_group(process_group)
     check_size("pieces", pieces, 1)

@@ -43,6 +43,8 @@ def num_tokens_per_rank(targets: Tensor, process_group: GroupLike = None, *, ign
         >>> loss = F.cross_entropy(torch.zeros(3, 5), targets.flatten(), reduction="sum") / num_tokens_per_rank(targets)
         >>> bool(loss == F.cross_entropy(torch.zeros(3, 5), targets.flatten()))
         True
+
+    See also: [the guide to context parallel](../guides/context-parallel.md).
     """
     ranks = group_of(process_group) if process_group is not None else axis_group(DATA_CONTEXT)
     return all_reduce_sum((targets != ignore_index).sum(), ranks).float() / ranks.size
@@ -82,6 +84,16 @@ def get_batch_on_this_cp_rank(
     Raises:
         ValueError: The length does not divide; padding counts in the labels; sequences are packed; the batch has
             another `ignore_index`.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import get_batch_on_this_cp_rank
+        >>> tokens = torch.arange(16).view(2, 8)
+        >>> part = get_batch_on_this_cp_rank({"input_ids": tokens, "labels": tokens})
+        >>> part["input_ids"].shape, sorted(part)[:2]
+        (torch.Size([2, 8]), ['attention_mask', 'input_ids'])
+
+    See also: [the guide to context parallel](../guides/context-parallel.md).
     """
     ranks = context_parallel_group(process_group)
     inputs = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)

@@ -60,6 +60,17 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
             sliding windows. At the end of the block, where no attention was computed. In a backward pass behind the
             block, where a checkpoint computes attention again.
         TransferError: A mask is there on some of the ranks alone.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import context_parallel, split_sequence
+        >>> query = torch.randn(2, 4, 16, 8, requires_grad=True)  # [batch, heads, length, size]
+        >>> part = split_sequence(query, dim=2)
+        >>> with context_parallel():
+        ...     output = torch.nn.functional.scaled_dot_product_attention(part, part, part, is_causal=True)
+        ...     output.sum().backward()
+
+    See also: [the guide to context parallel](../guides/context-parallel.md).
     """
     ranks = context_parallel_group(process_group)
     if attention not in get_args(Attention):

@@ -58,6 +58,13 @@ def position_ids(
 
     Returns:
         [positions held] int64, ascending.
+
+    Examples:
+        >>> from scale_tp import position_ids
+        >>> position_ids(8)  # on 2 ranks, rank 0: 0, 1, 6, 7
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+
+    See also: [the guide to context parallel](../guides/context-parallel.md).
     """
     ranks = context_parallel_group(process_group)
     local_ranges = rank_positions(length, ranks.size, order).ranges[ranks.rank]
@@ -79,6 +86,14 @@ def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int 
 
     Returns:
         [..., positions held, ...], contiguous. Gradients flow back into the part, and are zero elsewhere.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import split_sequence
+        >>> split_sequence(torch.arange(8).view(1, 8))  # on 2 ranks, rank 0: 0, 1, 6, 7
+        tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
+
+    See also: [the guide to context parallel](../guides/context-parallel.md).
     """
     ranks = context_parallel_group(process_group)
     local_ranges = rank_positions(tensor.size(dim), ranks.size, order).ranges[ranks.rank]
@@ -106,6 +121,15 @@ def join_sequence(
     Raises:
         TransferError: A rank did not come.
         ValueError: On all ranks: a part has another length than a rank holds of such a sequence, or the ranks differ.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import join_sequence, split_sequence
+        >>> tokens = torch.arange(8).view(1, 8)
+        >>> torch.equal(join_sequence(split_sequence(tokens)), tokens)
+        True
+
+    See also: [the guide to context parallel](../guides/context-parallel.md).
     """
     ranks = context_parallel_group(process_group)
     length = _agreed_length(tensor, dim, length, ranks, order)

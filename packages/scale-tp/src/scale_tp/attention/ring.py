@@ -122,6 +122,15 @@ def ring_attention(
         TransferError: A rank did not take part.
         ValueError: The shapes or dtypes do not fit each other, this rank holds another part of the sequence, or the
             ranks differ.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import ring_attention
+        >>> query, key, value = torch.randn(3, 2, 4, 16, 8)  # [batch, heads, this rank's length, size]
+        >>> ring_attention(query, key, value, is_causal=True).shape
+        torch.Size([2, 4, 16, 8])
+
+    See also: [the guide to context parallel](../guides/context-parallel.md).
     """
     check_attention_inputs("ring_attention", query, key, value)
     ranks = context_parallel_group(process_group)

@@ -99,6 +99,20 @@ def parallelize(
 
     Example:
         parallelize(model, {"layers.*.up": "colwise", "layers.*.down": "rowwise"}, mesh["tensor"])
+
+    Examples:
+        >>> import torch, scale_tp
+        >>> class MLP(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+        ...     def forward(self, x):
+        ...         return self.down(torch.nn.functional.gelu(self.up(x)))
+        >>> model = scale_tp.parallelize(MLP(), {"up": "colwise", "down": "rowwise"})
+        >>> model(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+
+    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
     """
     refuse_inference_mode("parallelize")
     plan = {"": plan} if isinstance(plan, str | Style) else plan

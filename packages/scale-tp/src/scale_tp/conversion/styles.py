@@ -37,6 +37,13 @@ class Style:
         interleaved: The matrices of several outputs alternate row by row, as where the model takes `x[..., ::2]` and
             `x[..., 1::2]`; so that each part has rows of all of them.
         sums_gradients: The parameters are replicated, but ranks compute with other data, so their gradients are summed.
+
+    Examples:
+        >>> from scale_tp import Style
+        >>> Style("outputs", output="part", stacked=3)  # a fused projection of queries, keys and values
+        Style(divides='outputs', input='whole', output='part', stacked=3, sums_gradients=False, interleaved=False)
+
+    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
     """
 
     divides: SplitKind

@@ -63,6 +63,8 @@ class ParallelAttention(nn.Module):
         >>> attention = ParallelAttention(12, num_heads=6, num_key_value_heads=2, causal=True)
         >>> attention(torch.zeros(1, 5, 12)).shape
         torch.Size([1, 5, 12])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     @checked_arguments

@@ -68,6 +68,15 @@ def vocab_parallel_cross_entropy(
         ValueError: The shapes don't fit, or an option makes no sense, alone or with another one; or all ranks have the
             same logits, of all words (on CUDA an error of the device).
         IndexError: A target is no word (on CUDA, as in torch, an error of the device).
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import vocab_parallel_cross_entropy
+        >>> logits, target = torch.zeros(2, 5, 8), torch.zeros(2, 5, dtype=torch.long)
+        >>> vocab_parallel_cross_entropy(logits, target, reduction="mean")
+        tensor(2.0794)
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     ranks = tensor_parallel_group(process_group)
     check_logits(vocab_parallel_logits, target)

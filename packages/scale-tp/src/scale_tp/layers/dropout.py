@@ -27,6 +27,15 @@ class ParallelDropout(nn.Dropout):
         dim: The dimension that is divided: by default that of the sequence in [batch, sequence, features].
         split: How it is divided; None is as the sequence was, by a region or a layer.
         process_group: The ranks; None is the model axis, or this process alone.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import ParallelDropout
+        >>> dropout = ParallelDropout(0.5, dim=-1)
+        >>> dropout(torch.ones(2, 8)).shape
+        torch.Size([2, 8])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     @checked_arguments

@@ -186,6 +186,14 @@ class VocabParallelEmbedding(_EmbeddingBase):
 
     Raises:
         ValueError: A size or option that makes no sense, or a group that is not known.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import VocabParallelEmbedding
+        >>> VocabParallelEmbedding(100, 8)(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 8])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     _dim = 0
@@ -248,6 +256,14 @@ class ParallelEmbedding(_EmbeddingBase):
 
     Raises:
         ValueError: A size or option that makes no sense, or a group that is not known.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import ParallelEmbedding
+        >>> ParallelEmbedding(100, 8)(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 8])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     _dim = 1

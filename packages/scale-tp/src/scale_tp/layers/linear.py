@@ -118,6 +118,15 @@ class ColumnParallelLinear(_ParallelLinear):
 
     Raises:
         ValueError: A size or option that makes no sense, or a group that is not known.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import ColumnParallelLinear
+        >>> layer = ColumnParallelLinear(8, 21, gather_output=False)
+        >>> layer(torch.randn(2, 8)).shape  # this rank's features: on one process, all
+        torch.Size([2, 21])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     _dim = 0
@@ -205,6 +214,15 @@ class RowParallelLinear(_ParallelLinear):
 
     Raises:
         ValueError: A size or option that makes no sense, or a group that is not known.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import RowParallelLinear
+        >>> layer = RowParallelLinear(21, 8, input_is_parallel=True)
+        >>> layer(torch.randn(2, 21)).shape  # the sum over the ranks
+        torch.Size([2, 8])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     _dim = 1

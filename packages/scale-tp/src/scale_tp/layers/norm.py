@@ -27,6 +27,14 @@ class ParallelLayerNorm(nn.LayerNorm):
     Args:
         normalized_shape: As in `torch.nn.LayerNorm`, like all arguments but the last.
         process_group: The ranks that divide the sequence; None is the model axis, or this process alone.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import ParallelLayerNorm
+        >>> ParallelLayerNorm(8)(torch.randn(2, 5, 8)).shape  # 5 positions of this rank
+        torch.Size([2, 5, 8])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     @checked_arguments
@@ -52,6 +60,14 @@ class ParallelRMSNorm(nn.RMSNorm):
     Args:
         normalized_shape: As in `torch.nn.RMSNorm`, like all arguments but the last.
         process_group: The ranks that divide the sequence; None is the model axis, or this process alone.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import ParallelRMSNorm
+        >>> ParallelRMSNorm(8)(torch.randn(2, 5, 8)).shape  # 5 positions of this rank
+        torch.Size([2, 5, 8])
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 
     @checked_arguments
@@ -87,6 +103,13 @@ def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None)
         TypeError: It is no module.
         ValueError: Its gradients are summed already, its parameters are divided or parametrized, or only modules inside
             it have some.
+
+    Examples:
+        >>> import torch
+        >>> from scale_tp import register_grad_all_reduce
+        >>> norm = register_grad_all_reduce(torch.nn.LayerNorm(8))  # a custom norm under sequence_parallel=True
+
+    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a module, such as a norm, got {type(module).__name__}")

@@ -413,6 +413,16 @@ def initialization_bar(*, shown: bool = True, console: Console | None = None) ->
         shown: Whether this rank shows anything; one of them is enough.
         console: Where; None is standard error, so that what a program prints stays its own. Where that is no terminal,
             one line stands there in the end.
+
+    Examples:
+        >>> import torch
+        >>> from scale_fsdp import class_policy, fully_shard_modules
+        >>> from scale_train import initialization_bar
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        >>> with initialization_bar(shown=False) as progress:  # shown=rank == 0
+        ...     model = fully_shard_modules(model, class_policy(torch.nn.Linear), progress=progress)
+
+    See also: [the guide to the training program](../guides/scale-train.md).
     """
     if not shown:
         yield lambda done, total, name: None
@@ -439,6 +449,17 @@ def loading_bar(*, shown: bool = True, console: Console | None = None) -> Iterat
     Args:
         shown: Whether this rank shows anything; one of them is enough.
         console: As of `initialization_bar`.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> from scale_snapshot import load_pretrained, save_pretrained
+        >>> from scale_train import loading_bar
+        >>> model = torch.nn.Linear(4, 3)
+        >>> folder = save_pretrained(model, tempfile.mkdtemp())
+        >>> with loading_bar(shown=False) as progress:
+        ...     load_pretrained(model, folder, progress=progress)
+
+    See also: [the guide to the training program](../guides/scale-train.md).
     """
     if not shown:
         yield lambda done, total: None

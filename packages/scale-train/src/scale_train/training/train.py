@@ -53,7 +53,10 @@ GENERATION_TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Results of a training."""
+    """Results of a training.
+
+    See also: [the guide to the training program](../guides/scale-train.md).
+    """
 
     steps: int  # steps done
     held_out_bits_per_byte: float  # of the held-out text

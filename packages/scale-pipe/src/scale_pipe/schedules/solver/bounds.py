@@ -37,6 +37,8 @@ class RankBound:
         work: The time of all of its computations.
         idle_at_start: How long it has nothing to do before its first gradient comes.
         idle_at_end: How long it has nothing to do while its last gradient passes the stages before.
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     head: float
@@ -57,6 +59,8 @@ class Bound:
     Attributes:
         critical_path: The time of one micro-batch through all stages and back.
         ranks: The bound of each rank.
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     critical_path: float
@@ -102,6 +106,14 @@ def lower_bound(
 
     Raises:
         ValueError: The costs are for another number of stages, or there is not one cap for each rank.
+
+    Examples:
+        >>> from scale_pipe import Costs, StagePlacement, lower_bound
+        >>> bound = lower_bound(StagePlacement((0, 1)), 4, Costs.uniform(2))
+        >>> bound.makespan
+        13.0
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     check_positive(num_micro_batches=num_micro_batches)
     costs.check_for(placement)

@@ -42,6 +42,14 @@ class Solution:
         best_bound: The lower bound of the makespan of all tried placements.
         best_classic: The name and makespan of the best classic schedule that keeps the cap; None where none does.
         visits: The number of evaluated actions.
+
+    Examples:
+        >>> from scale_pipe import Costs, solve
+        >>> solution = solve(Costs.uniform(2), num_ranks=2, num_micro_batches=4, visits=100)
+        >>> solution.simulation.schedule.num_micro_batches
+        4
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
 
     simulation: ScheduleSimulation
@@ -117,6 +125,15 @@ def solve(
         ValueError: A number is not positive, there are fewer stages than ranks, the placement has other numbers, or the
             cache is no file of solutions.
         OSError: The cache cannot be read or written.
+
+    Examples:
+        >>> from scale_pipe import Costs, solve
+        >>> costs = Costs(forward=(1.0, 3.0), input_gradient=(1.0, 3.0), weight_gradient=(1.0, 3.0), link=(0.1,))
+        >>> solution = solve(costs, num_ranks=2, num_micro_batches=4, visits=100)
+        >>> solution.simulation.makespan >= solution.best_bound
+        True
+
+    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     if visits is None:
