@@ -43,6 +43,7 @@ from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import CommunicationPolicy, MixedPrecisionPolicy, ShardOptions, fully_shard
 from scale_fsdp.runtime.unit import units_in
+from scale_fsdp.transports.policy import wire_formats
 from scale_train.data import Sampler, read_text, slice_of_rank, windows_at
 from scale_train.model import GPT, ModelConfig
 from scale_train.training.state import LRSchedule
@@ -113,7 +114,7 @@ def formula(model: nn.Module) -> int:
     sent = 0
     for unit in units_in(model):
         for buffer in unit.buffers:
-            wire, numel, peers = buffer.wire, buffer.layout.shard_numel, buffer.group.size - 1
+            wire, numel, peers = wire_formats(buffer), buffer.layout.shard_numel, buffer.group.size - 1
             gather = numel * buffer.compute_dtype.itemsize
             reduce = numel * buffer.reduce_dtype.itemsize
             if wire is not None and wire.gather is not None:

@@ -27,6 +27,7 @@ from scale_core.comm.group import Group, group_of
 from scale_core.device.streams import stream_for
 from scale_core.flat.buffer import DevicePolicy, FlatBuffer
 from scale_core.flat.layout import FlatLayout
+from scale_fsdp.transports.policy import WirePolicy
 from scale_moe import MoE, average_replicated_gradients
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
@@ -256,7 +257,7 @@ def float8_gather(device: torch.device, steps: int, around: Around) -> Losses:
     devices = DevicePolicy(shard=torch.device("cpu"), compute=device)
     weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
     weights: Any = [_CastWeight()]
-    flat = FlatBuffer(["weight"], [weight], layout, group, devices=devices, float8=weights)
+    flat = FlatBuffer(["weight"], [weight], layout, group, devices=devices, transport_policy=WirePolicy(float8=weights))
     for _ in range(steps):
         with around():
             flat.gather(tag=1 << 21)

@@ -100,7 +100,7 @@ def rows(trace: Trace, shown: set[str]) -> list[str]:
         if start is not None:
             depths[stack[-1][0]].append(len(stack) - start)
     packages = ["scale_fsdp", "scale_core"]
-    return sorted(shown, key=lambda file: (packages.index(file.split("/")[0]), file != STEP, mean(depths[file])))
+    return sorted(shown, key=lambda file: (packages.index(file.split("/")[0]), file != STEP, mean(depths[file]), file))
 
 
 def sentence(file: str) -> str:

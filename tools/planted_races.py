@@ -83,6 +83,7 @@ OPTIMIZER = of_fsdp("optimizer and host")
 CHECKPOINT = ("scale-checkpoint/tests/test_checkpoint_races.py", "offload or waits or never or blocks")
 CORE = ("scale-check/tests/test_races.py", "snapshot or outlives")
 STREAMS, BUFFER = "scale-core/device/streams.py", "scale-core/flat/buffer.py"
+HOST_STAGED = "scale-core/flat/host_staged.py"
 TRANSFER, UPDATE = "scale-fsdp/offload/transfer.py", "scale-fsdp/offload/host_update.py"
 PIPE, CHANNEL = ("scale-pipe/tests/test_pipe_races.py", "1f1b or zb"), "scale-pipe/distributed/p2p/channel.py"
 STORE, STORAGE = "scale-checkpoint/offload/store.py", "scale-checkpoint/offload/storage.py"
@@ -132,21 +133,21 @@ FAULTS = [
     ),
     Fault(BUFFER, "            if copies_shard:\n                self.wait_sent()", "            pass", of_fsdp("fp8")),
     Fault(
-        BUFFER,
-        "            if self.moves:\n                self._stream.join()\n            deferred",
-        "            deferred",
+        HOST_STAGED,
+        "        self.copies.stream.join()\n        return",
+        "        return",
         ON_HOST,
     ),
     Fault(
         BUFFER,
-        "        if self._gathering is not None:\n            self.wait_gathered(limit_seconds)\n        few",
-        "        self._gathering = None\n        few",
+        "        if self._gathering is not None:\n            self.wait_gathered(limit_seconds)\n        part_group",
+        "        self._gathering = None\n        part_group",
         of_fsdp("loaded"),
     ),
     Fault(
         BUFFER,
-        "            self._gathering = None\n            self._stream.join()",
-        "            self._gathering = None",
+        "                self._host_copies.stream.join()",
+        "                pass",
         of_fsdp("loaded or failed"),
         "a transfer that failed has not waited for what was computed before it; these succeed",
     ),
@@ -158,26 +159,26 @@ FAULTS = [
     ),
     Fault(BUFFER, "        self.wait_sent()\n        super().load", "        super().load", of_fsdp("loaded")),
     Fault(
-        BUFFER,
-        "            pending.wait(limit_seconds)\n            self._stream.join()",
-        "            pending.wait(limit_seconds)",
+        HOST_STAGED,
+        "        self.copies.stream.join()\n        return",
+        "        return",
         of_fsdp("loaded"),
     ),
     Fault(
-        BUFFER,
-        "                self._sending.start(self.shard.data, local)\n            self._stream.join()",
-        "                self._sending.start(self.shard.data, local)",
+        HOST_STAGED,
+        "                self.copies.start(all_gather_input, local_shard)\n            stream.join()",
+        "                self.copies.start(all_gather_input, local_shard)",
         of_fsdp("fp8"),
     ),
     Fault(
-        BUFFER,
-        "        with self._stream.run():\n            local = self._local_shard()\n            work",
-        "        if True:\n            local = self._local_shard()\n            work",
+        HOST_STAGED,
+        "        with stream.run():  # The collective",
+        "        if True:  # The collective",
         of_fsdp("host and int8"),
         "for speed: the copy runs beside the computation",
     ),
     Fault("scale-core/flat/reduction.py", "                copied.synchronize()", "                pass", ON_HOST),
-    Fault("scale-core/flat/shard_storage.py", "            self._sent.synchronize()", "            pass", ON_HOST),
+    Fault(HOST_STAGED, "            self._sent.synchronize()", "            pass", ON_HOST),
     Fault("scale-snapshot/staging.py", "        current_stream(device).synchronize()", "        pass", CORE),
     Fault(
         "scale-core/state/state_dict.py",

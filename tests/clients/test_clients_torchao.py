@@ -21,6 +21,7 @@ from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard, fully_shard_modules, no_split_policy
 from scale_fsdp.runtime.unit import units_in
+from scale_fsdp.transports.policy import wire_formats
 
 pytest.importorskip("torchao")
 
@@ -162,8 +163,8 @@ def gather_in_fp8_beside_int8() -> None:
     model = float8_layers(gathered=True)
     fully_shard(model, options=ShardOptions(communication=CommunicationPolicy(gather="int8")))
     buffers = {buffer.names[0]: buffer for unit in units_in(model) for buffer in unit.buffers}
-    assert [buffer.gathers_float8 for buffer in buffers.values()].count(True) == 1
-    assert all(buffer.wire.gather is None for buffer in buffers.values() if buffer.gathers_float8)
+    assert [buffer.has_post_all_gather for buffer in buffers.values()].count(True) == 1
+    assert all(wire_formats(buffer).gather is None for buffer in buffers.values() if buffer.has_post_all_gather)
     with torch.device("meta"):
         on_meta = float8_layers(gathered=True)
     with pytest.raises(ValueError, match="an fp8 weight of torchao on the meta device"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.buffer import DtypePolicy, FlatBuffer
+from scale_core.flat.gradient import GradState, SumState
 
 pytestmark = pytest.mark.local_tensors
 
@@ -50,6 +51,38 @@ def summed(dtypes: DtypePolicy, passes: Sequence[Sequence[int]]) -> FlatBuffer:
 
 
 HALF = DtypePolicy(compute=torch.bfloat16, reduce=torch.bfloat16)
+
+
+def states_of(buffer: FlatBuffer) -> tuple[list[GradState], SumState]:
+    """Those of parameters 0 and 4, which are used, and of the sum."""
+    gradient = buffer.gradient
+    return [gradient._states[index] for index in (0, 4)], gradient._sum_state
+
+
+def test_states_are_those_of_the_drawing() -> None:
+    buffer = make(Group(), HALF)
+    gradient = buffer.gradient
+    gathered(buffer)
+    assert states_of(buffer) == ([GradState.NONE] * 2, SumState.NONE)
+    gradient.holds = True
+    one_pass(buffer, [0], 0)
+    assert states_of(buffer) == ([GradState.HELD, GradState.NONE], SumState.NONE)
+    one_pass(buffer, [0], 0)
+    assert states_of(buffer) == ([GradState.PACKED, GradState.NONE], SumState.NONE)
+    gradient.commit_pass()
+    assert states_of(buffer) == ([GradState.NONE] * 2, SumState.WAITING)
+    one_pass(buffer, [0, 4, 4], 1)
+    gradient.pack(wide=True)
+    assert states_of(buffer) == ([GradState.PACKED] * 2, SumState.WAITING)
+    one_pass(buffer, [0], 1)
+    assert states_of(buffer) == ([GradState.PACKED_WITH_SUM, GradState.PACKED], SumState.WAITING)
+    gradient.take(torch.device("cpu"))
+    assert states_of(buffer) == ([GradState.NONE] * 2, SumState.TAKEN)
+    gradient.rollback_pass()
+    assert states_of(buffer) == ([GradState.NONE] * 2, SumState.WAITING)
+    gradient.take(torch.device("cpu"))
+    gradient.commit_pass()
+    assert states_of(buffer) == ([GradState.NONE] * 2, SumState.NONE)
 
 
 @pytest.mark.parametrize("dtypes", [HALF, DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)])

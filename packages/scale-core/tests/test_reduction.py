@@ -9,13 +9,15 @@ from torch import Tensor
 from scale_core.comm.group import Group, group_of
 from scale_core.device.streams import Stream
 from scale_core.flat.reduction import Reduction
+from scale_core.flat.shard_storage import ShardGroups
+from scale_core.flat.transport import PlainTransport
 from scale_core.testing import run_ranks
 
 CPU = torch.device("cpu")
 
 
 def make(group: Group, replicas: Group | None = None, dtype: torch.dtype = torch.float32) -> Reduction:
-    return Reduction(group, replicas or Group(), dtype, CPU, Stream())
+    return Reduction(PlainTransport(ShardGroups(group, replicas or Group())), dtype, CPU, Stream())
 
 
 def flat(rank: int, size: int) -> Tensor:
@@ -75,7 +77,7 @@ def test_results_are_rounded_to_the_dtype_of_the_shard_once() -> None:
 
 
 def test_results_are_brought_to_where_they_wait() -> None:
-    reduction = Reduction(Group(), Group(), torch.float32, torch.device("meta"), Stream())
+    reduction = Reduction(PlainTransport(ShardGroups()), torch.float32, torch.device("meta"), Stream())
     reduction.start(torch.ones(3))
     (reduced,) = reduction.results()
     assert reduced.device.type == "meta"

@@ -1,4 +1,4 @@
-"""shard_storage.py: a shard on its way from the host, cast where it arrives, and when it may be written to again."""
+"""host_staged.py: a shard on its way from the host, cast where it arrives, and when it may be written to again."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import scale_core.flat.shard_storage
+import scale_core.flat.host_staged
 from scale_core.comm.group import Group
 from scale_core.device.streams import Stream, copy_over
 from scale_core.flat import buffer as flat
 from scale_core.flat import reduction as flat_reduced
 from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, wait_sent
+from scale_core.flat.host_staged import HostToDeviceCopy
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.shard_storage import HostToDeviceCopy
 
 HOST, NEAR = torch.device("cpu"), torch.device("cpu", 0)
 """The host under two names: what compares them takes the second for another device, and has real memory on it."""
@@ -74,7 +74,7 @@ class Sizes(TorchDispatchMode):
 def test_it_is_cast_where_it_arrives_in_small_pieces(
     size: int, source: torch.dtype, target: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scale_core.flat.shard_storage, "PIECE_ELEMENTS", 8)
+    monkeypatch.setattr(scale_core.flat.host_staged, "PIECE_ELEMENTS", 8)
     shard = (torch.randn(size, generator=torch.Generator().manual_seed(0)) * 1e3).to(source)
     arrived = torch.zeros(size, dtype=target)
     with Sizes() as sizes:

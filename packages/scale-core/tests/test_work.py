@@ -124,6 +124,17 @@ def test_waiting_twice_returns_the_same_result() -> None:
     assert handle.wait() is handle.wait()
 
 
+def test_what_follows_two_collectives_comes_after_the_second() -> None:
+    second = [_Interrupting(), _Interrupting()]
+
+    def follow(_: torch.Tensor) -> CollectiveWork:
+        return CollectiveWork("all_gather", list(enumerate(second)), torch.ones(2))
+
+    handle = CollectiveWork("all_reduce", [], torch.zeros(1)).then(follow)
+    doubled = handle.then(lambda result: result * 2 * sum(work.num_waits for work in second))
+    assert doubled.wait(1.0).tolist() == [4, 4]
+
+
 def test_in_a_world_of_one_a_handle_must_be_waited_for_as_well() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -11,8 +11,15 @@ from fsdp_cases import loss_of
 from torch import Tensor, nn
 
 from scale_core.flat.buffer import FlatBuffer
-from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
 from scale_fsdp.runtime.unit import units_in
+from scale_fsdp.transports.blocks import BlockFormat, dequantize, quantize
+from scale_fsdp.transports.policy import wire_formats
+
+
+def num_senders(buffer: FlatBuffer) -> int:
+    """Between how many ranks quantized values are sent: all that share the shards, or one of each node."""
+    nodes = buffer.groups.nodes
+    return buffer.group.size if nodes is None else nodes.inter_node.size
 
 
 def rounded(values: Tensor, block_format: BlockFormat) -> Tensor:
@@ -73,8 +80,9 @@ class QuantizedReference:
 
     def _load_weights(self, replica: nn.Module, buffer: FlatBuffer) -> None:
         full = self._flat(buffer, {name: self.params[name].detach() for name in buffer.names})
-        if buffer.wire is not None and buffer.wire.gather is not None and buffer.groups.quantized_group.size > 1:
-            full = rounded(full.view(self.shards, -1), buffer.wire.gather).view(-1)
+        wire = wire_formats(buffer)
+        if wire is not None and wire.gather is not None and num_senders(buffer) > 1:
+            full = rounded(full.view(self.shards, -1), wire.gather).view(-1)
         params = dict(replica.named_parameters())
         for name, entry in zip(buffer.names, buffer.layout.entries, strict=True):
             whole = full[entry.offset : entry.offset + entry.numel].view(entry.shape)
@@ -107,8 +115,8 @@ class QuantizedReference:
 
     def _mean_of_shards(self, buffer: FlatBuffer, flats: Sequence[Tensor]) -> Tensor:
         parts = [flat.view(self.shards, -1).float() for flat in flats]
-        wire, nodes = buffer.wire, buffer.groups.nodes
-        if wire is None or wire.reduce is None or buffer.groups.quantized_group.size == 1:
+        wire, nodes = wire_formats(buffer), buffer.groups.nodes
+        if wire is None or wire.reduce is None or num_senders(buffer) == 1:
             return added(parts) / self.shards
         size = 1 if nodes is None else nodes.intra_node.size
         means = []
@@ -127,11 +135,12 @@ class QuantizedReference:
         self, buffer: FlatBuffer, stage: str, rank: int, values: Tensor, own: int, block_format: BlockFormat
     ) -> Tensor:
         """What arrives of one rank's [N, S], and its own row as it is; keeps the error."""
-        assert buffer.wire is not None
+        wire = wire_formats(buffer)
+        assert wire is not None
         values = values + self.errors.get((buffer.names[0], stage, rank), 0) * self.scale
         arrives = rounded(values, block_format)
         arrives[own] = values[own]
-        if buffer.wire.error_feedback:
+        if wire.error_feedback:
             self.errors[buffer.names[0], f"{stage} next", rank] = (values - arrives) / self.scale
         return arrives
 
@@ -141,7 +150,7 @@ class QuantizedReference:
 
     def _mean_of_replicas(self, buffer: FlatBuffer, means: Tensor) -> Tensor:
         """[R, W, S] -> [W, S]."""
-        wire = buffer.wire
+        wire = wire_formats(buffer)
         if wire is None or wire.replicate is None:
             return added(list(means)) / self.replicas
         result = []

@@ -26,7 +26,6 @@ from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
 from scale_core.hooks.autograd import register_reduced_grad_hook
-from scale_core.quantization.blocks import BlockFormat
 from scale_fsdp import (
     CommunicationPolicy,
     CPUOffloadPolicy,
@@ -37,6 +36,8 @@ from scale_fsdp import (
     reshard_to,
 )
 from scale_fsdp.runtime.unit import unit_of, units_in
+from scale_fsdp.transports.blocks import BlockFormat
+from scale_fsdp.transports.policy import wire_formats
 
 INT8, FP8, INT4 = (BlockFormat(name, 8) for name in ("int8", "float8_e4m3", "int4"))
 
@@ -116,7 +117,7 @@ def test_training_is_that_of_one_process_that_rounds_alike() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             assert_equal(model, plain)
-        quantized = any(buffer.wire is not None for unit in units_in(model) for buffer in unit.buffers)
+        quantized = any(wire_formats(buffer) is not None for unit in units_in(model) for buffer in unit.buffers)
         assert quantized, f"{case}: nothing is quantized"
 
 
@@ -142,7 +143,7 @@ def by_formula(model: nn.Module, node_size: int) -> tuple[int, int]:
     inside = between = 0
     for unit in units_in(model):
         for buffer in unit.buffers:
-            world, numel, wire = buffer.group.size, buffer.layout.shard_numel, buffer.wire
+            world, numel, wire = buffer.group.size, buffer.layout.shard_numel, wire_formats(buffer)
             formats = (None, None) if wire is None else (wire.gather, wire.reduce)
             times = 1 if unit.module is model and not unit.reshards_entry else 2
             if times == 2 and buffer.groups.part is not None:  # The second time among the neighbors.
@@ -302,7 +303,7 @@ def test_integers_and_tied_embeddings_are_not_quantized() -> None:
 
     policy = CommunicationPolicy(gather="int8", include=("1d",))
     both = fully_shard(Untrained(), options=ShardOptions(communication=policy))
-    assert all(buffer.wire is None for unit in units_in(both) for buffer in unit.buffers)
+    assert all(wire_formats(buffer) is None for unit in units_in(both) for buffer in unit.buffers)
     model = Untrained()
     fully_shard(model.head, options=ShardOptions(communication=policy))
     with pytest.raises(ValueError, match=r"'embed.weight' is an embedding that is tied to 'weight'.*include="):
@@ -461,7 +462,8 @@ def test_a_failed_quantization_in_unshard_raises_on_all_ranks() -> None:
     error, text = (MemoryError, "^no memory") if is_first else (StepError, r"MemoryError: no memory \(on rank 0\)")
 
     def unshard(*, fails: bool) -> None:
-        broken = mock.patch("scale_core.quantization.collectives.quantize", side_effect=MemoryError("no memory"))
+        no_memory = MemoryError("no memory")
+        broken = mock.patch("scale_fsdp.transports.quantized_collectives.quantize", side_effect=no_memory)
         with broken if fails and is_first else nullcontext():
             handle = first.unshard(async_op=True)
         handle.wait()

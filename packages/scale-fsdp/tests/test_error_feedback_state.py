@@ -15,10 +15,10 @@ import scale_snapshot
 from scale_check.exact import assert_equal
 from scale_core import ShardedGradScaler
 from scale_core.comm.group import group_of
-from scale_core.quantization.blocks import BlockFormat
 from scale_core.testing import run_ranks
 from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
 from scale_fsdp.state_dict.error_feedback import ErrorFeedbackState
+from scale_fsdp.transports.blocks import BlockFormat
 
 POLICY = CommunicationPolicy(reduce=BlockFormat("int4", 8), error_feedback=True)
 

@@ -34,6 +34,7 @@ from scale_fsdp import (
 from scale_fsdp.offload import backward as offload_backward
 from scale_fsdp.offload import host_update
 from scale_fsdp.runtime.root import Root
+from scale_fsdp.transports.policy import WirePolicy
 
 pytestmark = [
     pytest.mark.simulation,
@@ -319,7 +320,8 @@ def test_a_gather_in_fp8_has_no_race(offloads: bool, copies_shard: bool, simulat
     layout = FlatLayout.plan(["weight"], [(WIDTH, WIDTH)], group.size)
     devices = DevicePolicy(torch.device("cpu"), torch.device("sim", 0)) if offloads else DevicePolicy()
     weights: Any = [CastWeight()]
-    buffer = FlatBuffer(["weight"], [weight], layout, group, devices=devices, float8=weights)
+    policy = WirePolicy(float8=weights)
+    buffer = FlatBuffer(["weight"], [weight], layout, group, devices=devices, transport_policy=policy)
     for _ in range(STEPS):
         buffer.gather(tag=1 << 21, copies_shard=copies_shard)
         if copies_shard:

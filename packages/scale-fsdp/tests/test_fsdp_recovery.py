@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import pytest
@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import scale_core.flat.buffer
-import scale_core.flat.reduction
-import scale_core.quantization.collectives
+import scale_core.flat.transport
 import scale_fsdp.runtime.recovery
 from scale_check.exact import assert_equal
 from scale_core import StepError
@@ -32,6 +31,7 @@ from scale_core.errors import ContractError, ScaleDistributedError
 from scale_core.hooks.autograd import register_grad_published_hook
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
+from scale_fsdp.transports import hierarchical, quantized, quantized_collectives
 
 WIDTH = 5
 
@@ -255,12 +255,10 @@ class Scarce:
     """A function that finds no memory on rank 1 in its call number `fails_at`; where it `lasts`, from there on."""
 
     def __init__(self, what: str) -> None:
-        quantized = what in ("quantize", "dequantize")
-        modules = [
-            scale_core.quantization.collectives if quantized else scale_core.flat.reduction,
-            scale_core.flat.buffer,
-        ]
-        self.what, self.lasts = what, quantized
+        self.what, self.lasts = what, what in ("quantize", "dequantize")
+        modules: list[ModuleType] = [scale_core.flat.buffer, scale_core.flat.transport, quantized, hierarchical]
+        if self.lasts:
+            modules.append(quantized_collectives)
         self.places = [module for module in modules if hasattr(module, what)]
         self.own, self.number, self.fails_at = getattr(self.places[0], what), 0, -1
 

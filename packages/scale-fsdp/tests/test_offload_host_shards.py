@@ -14,7 +14,7 @@ import torch
 from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
-import scale_core.flat.shard_storage
+import scale_core.flat.host_staged
 from scale_core.device.streams import Stream
 from scale_core.flat import buffer as flat
 from scale_core.flat import reduction as flat_reduced
@@ -52,7 +52,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     stream = Late()
     for module in (flat, flat_reduced):
         monkeypatch.setattr(module, "copy_stream", lambda device, what: stream)
-    monkeypatch.setattr(scale_core.flat.shard_storage, "copy_into", stream.begin)
+    monkeypatch.setattr(scale_core.flat.host_staged, "copy_into", stream.begin)
     yield stream
     stream.synchronize()
     assert stream.overwritten == 0

@@ -8,7 +8,6 @@ Each line imports only from those above it; every folder's `__init__` says where
 - `device/`, `comm/`: streams and host memory, groups of ranks and the collectives between them;
 - `consistency/`: checks that all ranks run the same and hold the same bits, and one error on all of them where not;
 - `hooks/`, `uneven_inputs`: hooks of the backward pass, and ranks that run out of data;
-- `quantization/`: values in 8 or 4 bits, and collectives that send these;
 - `flat/`, `shard`: parameters in one flat buffer, and the shard that a local tensor is;
 - `optim/`, `torch_patches`: gradient norms, gradient scaling, and torch's own functions on shards;
 - `state/`, `sharded_module`: sharded state dicts, and modules with parts of parameters;

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torch import nn
 
-from scale_core.quantization.blocks import BlockFormat, FormatName
-from scale_core.quantization.collectives import WireFormats
 from scale_fsdp.mesh_info import MeshInfo
+from scale_fsdp.transports.blocks import BlockFormat, FormatName
+from scale_fsdp.transports.quantized import WireFormats
 
 Format: TypeAlias = FormatName | BlockFormat | None
 Kind: TypeAlias = Literal["1d", "embedding"]
@@ -21,7 +21,7 @@ class CommunicationPolicy:
     """How a unit's parameters and gradients are sent between ranks; None sends the values unquantized.
 
     A format is "int8", "float8_e4m3" or "int4", in blocks of 128 values with an fp32 scale each, or a
-    `scale_core.quantization.blocks.BlockFormat`, whose module states the error of each. The shards, and so the
+    `scale_fsdp.transports.blocks.BlockFormat`, whose module states the error of each. The shards, and so the
     optimizer, the state dicts and every snapshot, keep their dtype: only messages are rounded.
 
     Parameters of one dimension (norms, biases) and of embeddings are sent as they are, and so are those that are no

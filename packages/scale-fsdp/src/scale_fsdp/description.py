@@ -16,9 +16,10 @@ from torch import nn
 from scale_core.arguments import checked_arguments
 from scale_core.consistency.execution_order import PassKind
 from scale_core.flat.buffer import FlatBuffer
-from scale_core.quantization.collectives import WireFormats
 from scale_core.shard import on_local_tensors
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, module_names, units_in
+from scale_fsdp.transports.policy import wire_formats
+from scale_fsdp.transports.quantized import WireFormats
 
 _HEAD = ("unit", "class", "parameters", "elements", "shard", "padding", "shards in", "computes", "reduces", "lives on")
 _SHARDS = (
@@ -382,7 +383,7 @@ def _describe_buffer(buffer: FlatBuffer, reshard_after_forward: bool) -> Describ
         flat_gradient_bytes=layout.full_numel * buffer.reduce_dtype.itemsize,
         trained_bytes=trained_numel * buffer.dtype.itemsize,
         cut_at_elements=tuple(name for name, entry in zip(buffer.names, layout.entries, strict=True) if entry.note),
-        wire=buffer.wire,
+        wire=wire_formats(buffer),
     )
 
 

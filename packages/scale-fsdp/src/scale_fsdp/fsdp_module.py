@@ -457,22 +457,23 @@ def _wait_unshard(unit: Unit) -> None:
     if unit.kept_unsharded:
         units = (*unit.shared_owners, unit)
         gathering = [buffer for unit in units for buffer in unit.buffers if buffer.state is State.GATHERING]
+        makes_messages = any(buffer.transport.traits.gathers_messages for buffer in gathering)
         failure = None
         try:
             for other_unit in units:
                 other_unit.wait_gathered()
         except Exception as error:
-            if isinstance(error, ScaleDistributedError) or not any(buffer.gathers_quantized for buffer in gathering):
+            if isinstance(error, ScaleDistributedError) or not makes_messages:
                 raise
             failure = error
-        if any(buffer.gathers_quantized for buffer in gathering):
+        if makes_messages:
             _compare_unshard(unit, gathering, failure)
         follow_user_changes([unit])
         unit.to_unsharded()
 
 
 def _compare_unshard(unit: Unit, gathered: Sequence[FlatBuffer], failure: Exception | None) -> None:
-    """Releases the gathered parameters, and raises, if a rank could not quantize: it has sent zeros to the others."""
+    """Releases the gathered parameters, and raises, if a rank could not make its message: others have zeros."""
     root = root_of(unit)
     try:
         raise_on_all_ranks(failure, f"unshard() of {unit_title(unit.name)}", root.contract, StepError)

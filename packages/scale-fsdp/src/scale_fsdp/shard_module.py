@@ -29,7 +29,6 @@ from scale_core.flat.layout import FlatLayout
 from scale_core.flat.shard_storage import flat_alignment
 from scale_core.optim.step_checks import register_replaced
 from scale_core.parameters import MemoryRange, check_memory_unshared, copy_attributes
-from scale_core.quantization.float8_weights import Float8Weight, plain_parameter
 from scale_core.shard import check_undivided, on_local_tensors, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor, set_shard
 from scale_fsdp.api import UnitOptions, resolve_placement, resolve_precision
@@ -52,6 +51,8 @@ from scale_fsdp.runtime.step import ShardGuard, post_forward, pre_forward
 from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, module_names, unit_of, units_in
 from scale_fsdp.state_dict.full import register_state_dict_hooks
 from scale_fsdp.state_dict.naming import units_on_other_ranks
+from scale_fsdp.transports.float8 import Float8Weight, plain_parameter
+from scale_fsdp.transports.policy import WirePolicy, wire_formats
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -368,7 +369,7 @@ def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) 
     """Refuses an embedding that is tied to a matrix of another unit that is to be quantized."""
     for info, owner in shared:
         policy, buffer = owner.unit.options.communication, owner.unit.buffers[owner.buffer]
-        is_quantized = buffer.wire is not None and policy is not None and "embedding" not in policy.include
+        is_quantized = wire_formats(buffer) is not None and policy is not None and "embedding" not in policy.include
         if is_quantized and looks_like_embedding(info.module):
             raise ValueError(
                 f"'{info.name}' is an embedding that is tied to '{buffer.names[owner.number]}' of a unit that is "
@@ -495,15 +496,16 @@ def _make_buffers(
         names = list(named.values())
         floating = dtype.is_floating_point
         dtypes = DtypePolicy(precision.param_dtype, precision.reduce_dtype) if floating else DtypePolicy()
-        alignment = flat_alignment(dtype, gathers_float8=is_float8)
+        alignment = flat_alignment(dtype, gathered_bytes=1 if is_float8 else None)
         shapes = [tuple(param.shape) for param in params]
         layout = FlatLayout.plan(names, shapes, groups.shard.size, options.atom, alignment=alignment)
         devices = DevicePolicy() if on_meta else options.placement.devices_for(device)
-        wire = None if is_unquantized or options.communication is None else options.communication.wire
+        formats = None if is_unquantized or options.communication is None else options.communication.wire
         weights = [float8[param] for param in named] if is_float8 else []
-        if wire is not None and weights:
-            wire = replace(wire, gather=None)  # As torchao casts them, they have a byte each already.
-        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten_parameters, devices, wire, weights)
+        if formats is not None and weights:
+            formats = replace(formats, gather=None)  # As torchao casts them, they have a byte each already.
+        policy = WirePolicy(formats, tuple(weights)) if weights or formats is not None else None
+        buffer = FlatBuffer(names, params, layout, groups, dtypes, options.flatten_parameters, devices, policy)
         buffers.append(buffer)
         where.update({param: (buffer, index) for index, param in enumerate(named)})
     slots = [ParamSlot(info.module, info.attribute, *where[info.param]) for info in own]

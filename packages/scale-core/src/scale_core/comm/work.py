@@ -125,8 +125,8 @@ class CollectiveWork:
 
         def finish_and_follow() -> Tensor | CollectiveWork:
             value = result if finish is None else finish()
-            assert isinstance(value, Tensor), "a collective that is followed by another has no other follower"
-            return follow(value)
+            assert value is not None, "it is called once, where the result is"
+            return value.then(follow) if isinstance(value, CollectiveWork) else follow(value)
 
         self._finish = finish_and_follow
         return self

@@ -1,4 +1,5 @@
 """Parameters in one flat buffer: its layout, its shards, its gathers and the reduction of its gradients.
 
-Begin with `layout` (integers only), then `buffer` (the states of one buffer), `gradient` and `reduction`.
+Begin with `layout` (integers only), then `buffer` (the states of one buffer), `gradient`, `reduction` and `transport`
+(the collectives).
 """

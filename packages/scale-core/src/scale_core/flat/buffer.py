@@ -16,20 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scale_core.comm.collectives import CollectiveWork, all_gather, all_reduce
+from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather
 from scale_core.comm.group import Group
 from scale_core.consistency.optimizer_steps import OptimizerSteps
 from scale_core.device import buffer_pool
-from scale_core.device.streams import Stream
+from scale_core.flat.gradient import view_of
+from scale_core.flat.host_staged import HostStagedTransport, HostToDeviceCopy
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.reduction import FlatReduced, copy_stream, view_of
-from scale_core.flat.shard_storage import (
-    DevicePolicy,
-    DtypePolicy,
-    HostToDeviceCopy,
-    NodeGroups,
-    ShardGroups,
-)
+from scale_core.flat.reduction import FlatReduced, copy_stream
+from scale_core.flat.shard_storage import DevicePolicy, DtypePolicy, NodeGroups, ShardGroups
+from scale_core.flat.transport import PlainTransport, ShardTransport, TransportPolicy, part_of
 from scale_core.optim.step_checks import (
     invalidate_cache,
     register_shard_owner,
@@ -38,9 +34,6 @@ from scale_core.optim.step_checks import (
     watch_optimizers,
 )
 from scale_core.parameters import copy_attributes
-from scale_core.quantization.blocks import BlockFormat, dequantize
-from scale_core.quantization.collectives import WireFormats, all_gather_quantized, new_messages
-from scale_core.quantization.float8_weights import Float8Weight
 from scale_core.shard import as_local, on_local_tensors
 
 
@@ -87,8 +80,7 @@ _KEPT = (
     "_counted_over",
     "_outer_shards",
     "gradient_divisor",
-    "wire",
-    "float8",
+    "transport_policy",
 )
 
 
@@ -126,13 +118,12 @@ class FlatBuffer(FlatReduced):
         dtypes: In which dtypes they are computed with and reduced.
         flatten: Expose one flat parameter [S] in place of one local shard per parameter.
         devices: Where shard, full buffer and reduced gradients live.
-        wire: In which formats parameters and gradients are sent; None sends them unquantized.
-        float8: How torchao computes with each of them, where they are gathered in fp8 for that; else empty.
+        transport_policy: How parameters and gradients are sent; None sends them as they are.
 
     Attributes:
         unsharded_params: Per parameter, a view of the full buffer in the full shape.
         state: Whether they can be read.
-        gathers_float8: Whether the full buffer is in fp8, from which `float8_param` makes the weights to compute with.
+        has_post_all_gather: Whether a module computes with tensors around the gathered data (`post_all_gather`).
         part: [W * S / size of the part's group], the part of the full buffer left by `release(keep_part=True)`, or
             None.
 
@@ -150,11 +141,11 @@ class FlatBuffer(FlatReduced):
 
     state: State
     part: Tensor | None
-    float8: Sequence[Float8Weight] | None
-    gathers_float8: bool
+    has_post_all_gather: bool
     recorded_steps: OptimizerSteps | None = None  # Of the model, whose ranks compare them
     _gathering: CollectiveWork | None
-    _scales: list[Tensor]  # Of the last gather in fp8, [] each
+    _host_copies: HostToDeviceCopy | None  # Of the shard, where it is on another device than that which computes
+    _plain_transport: ShardTransport  # Of full parameters in their own dtype
 
     def __init__(
         self,
@@ -165,11 +156,10 @@ class FlatBuffer(FlatReduced):
         dtypes: DtypePolicy = _AS_GIVEN[0],
         flatten: bool = False,
         devices: DevicePolicy = _AS_GIVEN[1],
-        wire: WireFormats | None = None,
-        float8: Sequence[Float8Weight] = (),
+        transport_policy: TransportPolicy | None = None,
     ) -> None:
         super().__init__(names, dtypes, flatten)
-        self.wire, self.float8 = wire, float8
+        self.transport_policy = transport_policy
         device = params[0].device
         self._plan(layout, groups if isinstance(groups, ShardGroups) else ShardGroups(groups), devices.resolved(device))
         self._set_shard(self._new_shard(params[0].dtype))
@@ -198,11 +188,10 @@ class FlatBuffer(FlatReduced):
                     changed[self.names[index]] = shard.requires_grad
         return changed
 
-    def float8_param(self, index: int) -> Tensor:
-        """Returns a gathered parameter as torchao computes with it; its gradient goes to the unsharded parameter."""
-        assert self.float8 is not None
+    def post_all_gather(self, index: int) -> Tensor:
+        """Returns the tensor to compute with for a gathered parameter; its gradient goes to the unsharded parameter."""
         data = view_of(self.full, self.layout.entries[index])
-        return self.float8[index].gathered(self.unsharded_params[index], data, self._scales[index])
+        return self.transport.post_all_gather(index, self.unsharded_params[index], data)
 
     # Gather and release.
 
@@ -215,7 +204,7 @@ class FlatBuffer(FlatReduced):
         else:
             self.full.untyped_storage().resize_(self.full.nbytes)
 
-    def gather(self, tag: int = 0, *, copies_shard: bool = False) -> None:
+    def gather(self, tag: int = UNTAGGED, *, copies_shard: bool = False) -> None:
         """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or being filled.
 
         With `copies_shard` the shard may be written to before `wait_gathered`, and is sent as it is now.
@@ -231,7 +220,11 @@ class FlatBuffer(FlatReduced):
             return
         if self.layout.full_numel:
             self.allocate()
-            self._gathering = self._all_gather(tag, copies_shard)
+            if self.part is not None and self.groups.part is not None:
+                self._gathering = all_gather(self.full, self.part, self.groups.part, tag=tag)
+            else:
+                shard = self.shard.data
+                self._gathering = self.transport.all_gather(shard, self.full, tag=tag, copies_input=copies_shard)
             if copies_shard:
                 self.wait_sent()
         self.state = State.GATHERING  # Only now: where there was no memory for it, it has not begun.
@@ -241,15 +234,13 @@ class FlatBuffer(FlatReduced):
 
         Raises:
             TransferError: See `CollectiveWork.wait`.
-            Exception: A message of this rank could not be quantized; it is sharded again.
+            Exception: A message of this rank could not be made; it is sharded again.
         """
         assert self.state is not State.SHARDED, "waited for a gather that was not started"
         if self._gathering is not None:
-            pending, self._gathering = self._gathering, None
-            pending.wait(limit_seconds)
-            if self.moves:
-                self._stream.join()
-            deferred = self.reduction.deferred
+            work, self._gathering = self._gathering, None
+            work.wait(limit_seconds)
+            deferred = self.transport.deferred
             if deferred.error is not None:
                 if not deferred.is_ignored:
                     self.release()  # It has zeros in place of the failed part: the next gather starts again.
@@ -257,12 +248,6 @@ class FlatBuffer(FlatReduced):
         self.part = None
         self.state = State.GATHERED
         self._unsharded_version = self.unsharded_params[0]._version
-
-    @property
-    def gathers_quantized(self) -> bool:
-        """Whether it is sent quantized, or in fp8: a rank that can't make its message sends zeros, and raises alone."""
-        is_quantized = self.wire is not None and self.wire.gather is not None and self.groups.quantized_group.size > 1
-        return is_quantized or self.gathers_float8
 
     @property
     def is_overwritten(self) -> bool:
@@ -281,7 +266,7 @@ class FlatBuffer(FlatReduced):
             self.wait_gathered(limit_seconds)
         part_group = self.groups.part
         if keep_part and part_group is not None and self.state is State.GATHERED and not self.is_aliased:
-            self.part = self._part(self.full, part_group).clone()
+            self.part = part_of(self.full, part_group).clone()
         elif not keep_part:
             self.part = None
         if not self.is_aliased:
@@ -294,14 +279,12 @@ class FlatBuffer(FlatReduced):
     @property
     def gather_has_second_half(self) -> bool:
         """Whether its gather has a second half, which starts when it is waited for, in one order on all ranks."""
-        is_quantized = self.groups.nodes is not None and self.wire is not None and self.wire.gather is not None
-        needs_scales = self.gathers_float8 and self.part is None
-        return (is_quantized or needs_scales) and self.state is State.GATHERING
+        return self.state is State.GATHERING and self.part is None and self.transport.traits.gathers_in_halves
 
     def wait_sent(self) -> None:
         """Waits until the shard may be written to: no gather reads it any more."""
-        if self.moves:
-            self._sending.wait()
+        if self._host_copies is not None:
+            self._host_copies.wait()
 
     def is_stale(self, *, by_writes_alone: bool = False) -> bool:
         """Whether an optimizer has stepped, or the shard was written to, since the full buffer was gathered.
@@ -321,7 +304,8 @@ class FlatBuffer(FlatReduced):
         if self._gathering is not None:
             self._gathering.cancel()
             self._gathering = None
-            self._stream.join()  # A transfer that failed has not waited for the work before it on that stream.
+            if self._host_copies is not None:
+                self._host_copies.stream.join()  # A transfer that failed has not waited for the work before it there.
         self.reduction.cancel()
         self._unpublished = []
         self.gradient.rollback_pass()
@@ -335,14 +319,11 @@ class FlatBuffer(FlatReduced):
         self.wait_sent()
         super().load(index, whole)
 
-    def gather_full_params(self, tag: int = 0, limit_seconds: float | None = None) -> list[Tensor]:
+    def gather_full_params(self, tag: int = UNTAGGED, limit_seconds: float | None = None) -> list[Tensor]:
         """Returns every full parameter, in its own dtype; they share one new buffer of W * S elements."""
         buffer = self._new_full(self.dtype)
         if buffer.numel() and not self.is_meta:
-            with self._stream.run():
-                pending = all_gather(buffer, self._sent_shard(buffer), self.group, tag=tag)
-            pending.wait(limit_seconds)
-            self._stream.join()
+            self._plain_transport.all_gather(self.shard.data, buffer, tag=tag).wait(limit_seconds)
         return [view_of(buffer, entry) for entry in self.layout.entries]
 
     # Another shard in the place of this one.
@@ -371,6 +352,13 @@ class FlatBuffer(FlatReduced):
         self._init_unsharded(trainable)
         invalidate_cache()
 
+    def set_groups(self, groups: ShardGroups) -> None:
+        """Takes other parts and nodes of the same ranks, between passes."""
+        nodes, self.groups = self.groups.nodes, groups
+        if groups.nodes != nodes:
+            self._init_transports()
+            self.reduction.transport = self.transport
+
     def __getstate__(self) -> dict[str, Any]:
         """Pickles the shard and its metadata; nothing gathered, in flight or reduced."""
         layout, groups = self.layout, replace(self.groups, part=None, nodes=None)
@@ -396,12 +384,12 @@ class FlatBuffer(FlatReduced):
 
     def _plan(self, layout: FlatLayout, groups: ShardGroups, devices: DevicePolicy) -> None:
         super()._plan(layout, groups, devices)
-        self._stream = copy_stream(self.compute_device, "shards") if self.moves else Stream()
-        self._sending = HostToDeviceCopy(self._stream)
+        self._host_copies = HostToDeviceCopy(copy_stream(self.compute_device, "shards")) if self.moves else None
 
     @on_local_tensors
     def _init_unsharded(self, trainable: Sequence[bool]) -> None:
         """Makes the full buffer with its views, released, and the transfers between it and the shard."""
+        self._init_transports()
         self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self.moves
         full = self.shard.data if self.is_aliased else self._new_full(self.compute_dtype)
         self.unsharded_params: list[nn.Parameter] = [
@@ -409,11 +397,11 @@ class FlatBuffer(FlatReduced):
         ]
         # Written to through `.data`, which counts no versions: a gather only brings back values that autograd has
         # saved.
-        self.full, self._scales = full.data, []
-        self.gathers_float8 = bool(self.float8) and self.group.size > 1
-        if self.float8 and self.gathers_float8:  # Then these parameters stay without memory: gradients come to them.
+        self.full = full.data
+        if self.transport.all_gather_dtype is not None:
+            # These parameters stay without memory: gradients come to them.
             full.untyped_storage().resize_(0)
-            self.full = full = self._new_full(self.float8[0].dtype)
+            self.full = full = self._new_full(self.transport.all_gather_dtype)
         self._is_pooled = full.nbytes >= buffer_pool.SMALLEST_BYTES
         for index, (param, requires_grad) in enumerate(zip(self.unsharded_params, trainable, strict=True)):
             param.requires_grad_(requires_grad)
@@ -433,113 +421,13 @@ class FlatBuffer(FlatReduced):
         register_unsharded(self.unsharded_params, self)
         watch_optimizers()
 
-    def _all_gather(self, tag: int, copies_shard: bool) -> CollectiveWork:
-        if self.part is not None and self.groups.part is not None:
-            return all_gather(self.full, self.part, self.groups.part, tag=tag)
-        if self.wire is not None and self.wire.gather is not None and self.groups.quantized_group.size > 1:
-            return self._all_gather_quantized(self.wire.gather, tag)
-        if self.gathers_float8:
-            return self._all_gather_float8(tag, copies_shard)
-        if not self.moves:
-            return all_gather(self.full, self._sent_shard(self.full, copies_shard), self.group, tag=tag)
-        with self._stream.run():  # The collective starts there, when the shard has arrived.
-            return all_gather(self.full, self._sent_shard(self.full), self.group, tag=tag)
-
-    def _all_gather_quantized(self, block_format: BlockFormat, tag: int) -> CollectiveWork:
-        """As `_all_gather`, of messages that become the full buffer when they are waited for."""
-        nodes, group, numel = self.groups.nodes, self.groups.quantized_group, self.layout.shard_numel
-        messages, deferred = new_messages(group.size, numel, block_format, self.full.device), self.reduction.deferred
-        # Memory for all that follows: where there is none for the second half, nobody would serve it to the others.
-        by_place = self.full if nodes is None else torch.empty_like(self.full)
-        with self._stream.run():
-            local = self._local_shard()
-            work = all_gather_quantized(messages, local, group, block_format, tag=tag, deferred=deferred)
-        if nodes is None:
-
-            def fill(_: Tensor) -> Tensor:
-                deferred.attempt(
-                    lambda: dequantize(messages, numel, block_format, out=self.full.view(group.size, numel))
-                )
-                return self.full
-
-            return work.then(fill)
-        intra_node = nodes.intra_node
-
-        def gather_inside(_: Tensor) -> CollectiveWork:
-            # All shards of this rank's place in its node, then those of the others from them, in the order of nodes.
-            local = by_place.view(intra_node.size, -1)[intra_node.rank]
-            deferred.fill(local, lambda: dequantize(messages, numel, block_format, out=local.view(group.size, numel)))
-
-            def fill(_: Tensor) -> Tensor:
-                by_node = self.full.view(group.size, intra_node.size, numel)
-                by_node.copy_(by_place.view(intra_node.size, group.size, numel).transpose(0, 1))
-                return self.full
-
-            return all_gather(by_place, local, intra_node, tag=tag).then(fill)
-
-        return work.then(gather_inside)
-
-    def _all_gather_float8(self, tag: int, copies_shard: bool) -> CollectiveWork:
-        """As `_all_gather`, in fp8; the ranks first look for the largest magnitude of each parameter."""
-        # In every gather: no rank can know alone whether the shard of another one was written to.
-        sent, deferred, weights = self.full.view(torch.uint8), self.reduction.deferred, self.float8
-        assert weights is not None
-        shard = self._part(sent, self.group)
-        # Its copy comes by the side stream. Work with it runs on the caller's stream, which collectives wait for.
-        local = self._new_local() if self.moves else self._local_shard(copies_shard)
-        if self.moves:
-            with self._stream.run():
-                self._sending.start(self.shard.data, local)
-            self._stream.join()
-        pieces = [local.narrow(0, span.shard_offset, span.numel) for span in self.spans]
-        zero = torch.zeros((), device=local.device)
-        amax = [torch.linalg.vector_norm(piece, torch.inf).float() if len(piece) else zero for piece in pieces]
-        largest = torch.stack(amax)
-
-        def cast() -> Tensor:
-            self._scales = [weight.scale(amax) for weight, amax in zip(weights, largest.unbind(), strict=True)]
-            return self._cast_float8(local, shard)
-
-        def gather(_: Tensor) -> CollectiveWork:
-            deferred.fill(shard, cast)
-            return all_gather(sent, shard, self.group, tag=tag)
-
-        return all_reduce(largest, self.group, op="max").then(gather)
-
-    def _cast_float8(self, local: Tensor, own: Tensor) -> Tensor:
-        assert self.float8 is not None
-        for weight, scale, span in zip(self.float8, self._scales, self.spans, strict=True):
-            if span.numel:
-                values = local.narrow(0, span.shard_offset, span.numel)
-                weight.cast(values, scale, own.narrow(0, span.shard_offset, span.numel))
-        return own
-
-    def _local_shard(self, copied: bool = False) -> Tensor:
-        """The shard where it is computed with, or a copy of it; to be called in the stream of its copies."""
-        if not self.moves:
-            return self.shard.data.clone() if copied else self.shard.data
-        local = self._new_local()
-        self._sending.start(self.shard.data, local)
-        return local
-
-    def _new_local(self) -> Tensor:
-        return torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
+    def _init_transports(self) -> None:
+        plain: ShardTransport = PlainTransport(self.groups)
+        policy, copies = self.transport_policy, self._host_copies
+        transport = plain if policy is None else policy.transport(self.groups, self.spans)
+        self.transport = transport if copies is None else HostStagedTransport(transport, copies)
+        self._plain_transport = plain if copies is None else HostStagedTransport(plain, copies)
+        self.has_post_all_gather = self.transport.all_gather_dtype is not None
 
     def _new_full(self, dtype: torch.dtype) -> Tensor:
         return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)
-
-    def _sent_shard(self, full: Tensor, copied: bool = False) -> Tensor:
-        """The shard in the dtype and on the device of `full`; in its part of `full` if it is converted or copied."""
-        shard = self.shard.data
-        if shard.dtype == full.dtype and not (self.moves or copied):
-            return shard
-        part = self._part(full, self.group)
-        if self.moves:
-            self._sending.start(shard, part)
-            return part
-        return part.copy_(shard)
-
-    def _part(self, full: Tensor, group: Group) -> Tensor:
-        """The part of this rank of `group` in a full buffer that is cut evenly."""
-        size = full.numel() // group.size
-        return full.narrow(0, group.rank * size, size)

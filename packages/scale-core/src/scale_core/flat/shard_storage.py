@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from scale_core import compat
 from scale_core.comm.group import Group
-from scale_core.device.streams import Stream, StreamEvent, copy_into, has_streams
+from scale_core.device.streams import has_streams
 from scale_core.flat.layout import FlatLayout, alignment_of
 from scale_core.hooks.autograd import mark_without_autograd_hooks
 from scale_core.parameters import copy_attributes
@@ -43,13 +43,14 @@ class DtypePolicy:
     reduce: torch.dtype | None = None
 
 
-def flat_alignment(dtype: torch.dtype, *, gathers_float8: bool = False) -> int:
+def flat_alignment(dtype: torch.dtype, *, gathered_bytes: int | None = None) -> int:
     """Where parameters of `dtype` may start in their flat buffer: multiples of so many elements (`FlatLayout.plan`).
 
-    The layout stays where floating-point numbers are gathered in two bytes, or converted by `model.half()`.
+    The layout stays where floating-point numbers are gathered in two bytes, or converted by `model.half()`. Where they
+    are gathered in fewer, it is that of `gathered_bytes` for each element.
     """
-    if gathers_float8:
-        return alignment_of(1)
+    if gathered_bytes is not None:
+        return alignment_of(gathered_bytes)
     return alignment_of(min(dtype.itemsize, 2) if dtype.is_floating_point else dtype.itemsize)
 
 
@@ -86,13 +87,7 @@ class ShardGroups:
     # Some of the ranks of `shard`, neighbors in it, between which `release(keep_part=True)` leaves the full buffer, so
     # that the next gather stays among them. Its size divides W.
     part: Group | None = None
-    # The ranks of `shard` by nodes, where messages are quantized between nodes only.
-    nodes: NodeGroups | None = None
-
-    @property
-    def quantized_group(self) -> Group:
-        """The ranks of `shard` between which quantized values are sent; of size 1 where there is but one node."""
-        return self.shard if self.nodes is None else self.nodes.inter_node
+    nodes: NodeGroups | None = None  # The ranks of `shard` by nodes, where messages between nodes are other ones
 
 
 class FlatShard:
@@ -153,12 +148,6 @@ class FlatShard:
     def sharded_param(self, index: int) -> nn.Parameter:
         """The sharded parameter that holds parameter `index`: its own, or the one flat parameter."""
         return self.sharded_params[0 if self.flatten else index]
-
-    @property
-    def needs_transfer_after_reduce(self) -> bool:
-        """Whether reduced gradients still have to be sent to replicas, between nodes or to another device."""
-        goes_on = self.groups.replicas.size > 1 or self.groups.nodes is not None
-        return goes_on or self.devices.reduced != self.compute_device
 
     @property
     def keeps_reduced(self) -> bool:
@@ -235,39 +224,3 @@ class FlatShard:
     def _pins(self) -> bool:
         """Whether the shard is pinned, so that its copies overlap with the computation."""
         return self.moves and has_streams(self.compute_device) and self.devices.pin_memory
-
-
-# A shard on the host is copied to the device on a stream of its own, while the device and the host compute; it may
-# be written to again when that copy has ended. Where the device computes in another dtype, it casts the shard, piece by
-# piece: one core of the host casts some 1.7 billion elements per second, and as many fp32 elements take a seventh of
-# that time to cross a link of 50 GB/s. A copy in the other dtype would cost the host 2 bytes per parameter.
-
-PIECE_ELEMENTS = 1 << 24
-"""How many elements are cast at once: 64 MiB of fp32 stand on the device beside the parameters."""
-
-
-class HostToDeviceCopy:
-    """Copies of one shard from the host to the device, on a stream."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._sent: StreamEvent | None = None
-
-    def start(self, shard: Tensor, target: Tensor) -> None:
-        """Starts to copy `shard` [S] to `target` [S] of any dtype; called inside of `stream.run()`."""
-        if shard.dtype == target.dtype:
-            copy_into(target, shard)
-        elif shard.numel():
-            size = min(PIECE_ELEMENTS, shard.numel())
-            room = torch.empty(size, dtype=shard.dtype, device=target.device)
-            for source, target_piece in zip(shard.split(size), target.split(size), strict=True):
-                piece = room[: source.numel()]
-                copy_into(piece, source)
-                target_piece.copy_(piece)
-        self._sent = self._stream.record()
-
-    def wait(self) -> None:
-        """Waits until the shard may be written to: all copies of it have ended."""
-        if self._sent is not None:
-            self._sent.synchronize()
-            self._sent = None

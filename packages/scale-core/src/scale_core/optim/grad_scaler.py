@@ -24,8 +24,8 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce, torch_group
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.optim.error_feedback import ErrorFeedback, set_loss_scale
 from scale_core.optim.step_checks import owners_with_error_feedback
-from scale_core.quantization.error_feedback import ErrorFeedback, set_loss_scale
 from scale_core.shard import on_local_tensors, shard_of
 
 

@@ -36,6 +36,7 @@ from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
 from scale_fsdp.runtime.param_registry import managed_modules, register_owner
 from scale_fsdp.runtime.unit import Unit, module_names, units_in
 from scale_fsdp.state_dict.optimizer import pack_shard
+from scale_fsdp.transports.policy import float8_weights
 
 NewGroup: TypeAlias = GroupLike | Literal["same"]
 
@@ -291,7 +292,7 @@ class _Reshard:
                     self.move_buffer(unit, buffer, ranks)
                 elif not buffer.is_meta and ranks is not None:
                     buffer.release()
-                    buffer.groups = unit.options.buffer_groups()
+                    buffer.set_groups(unit.options.buffer_groups())
             if self.any_joins:
                 self.send_module_buffers(unit)
         if ranks is None:
@@ -313,7 +314,8 @@ class _Reshard:
         params, layout = list(buffer.sharded_params), old
         if ranks is not None:
             names, shapes = [entry.name for entry in old.entries], [entry.shape for entry in old.entries]
-            alignment = flat_alignment(buffer.dtype, gathers_float8=bool(buffer.float8))
+            gathered_bytes = 1 if float8_weights(buffer) else None
+            alignment = flat_alignment(buffer.dtype, gathered_bytes=gathered_bytes)
             layout = FlatLayout.plan(names, shapes, ranks.shard.size, unit.options.atom, alignment=alignment)
 
         def gather(dtype: torch.dtype, tensors: Mapping[int, Tensor] | None = None) -> Tensor:

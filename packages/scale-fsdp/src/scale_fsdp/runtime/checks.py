@@ -19,6 +19,7 @@ from scale_core.flat.buffer import FlatBuffer
 from scale_core.records import Record
 from scale_fsdp.runtime.param_registry import managed_modules
 from scale_fsdp.runtime.unit import ParamSlot, RegisteredNames, Unit, flat_param_name
+from scale_fsdp.transports.policy import wire_formats
 
 # Errors that a step raises.
 
@@ -319,7 +320,7 @@ def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
             ]
             lines.append(
                 f"{title}: computes in {buffer.compute_dtype}, reduces in {buffer.reduce_dtype}, "
-                f"flatten={buffer.flatten}, layout {buffer.layout.digest()}, sent in {buffer.wire}"
+                f"flatten={buffer.flatten}, layout {buffer.layout.digest()}, sent in {wire_formats(buffer)}"
             )
         lines.append(
             f"{title}: over {unit.options.mesh_info.replicas.size} x {unit.options.mesh_info.shard.size} ranks, "

@@ -123,7 +123,8 @@ class Unit:
         self.buffers, self.shared_owners = list(buffers), list(shared_owners)
         self.options, self.precision = options, options.precision
         self.specs = list(specs)
-        self.dtensors: dict[int, Tensor] = {}  # those, and weights in fp8, that stand in the modules now, by slot
+        # By slot, those that stand in the modules now: DTensors, and tensors of `post_all_gather`.
+        self.dtensors: dict[int, Tensor] = {}
         self.name = ""  # its module's qualified name in the outermost unit's module
         self.serial = 0  # among the units made over these ranks, in the order of `fully_shard`, equal on all of them
         self.rank_suffix = ""  # of its parameters' names, where other ranks have other parameters of these names
@@ -178,7 +179,7 @@ class Unit:
         if not any(buffer.is_meta for buffer in self.buffers):
             groups = self.options.buffer_groups()
             for buffer in self.buffers:
-                buffer.groups = groups
+                buffer.set_groups(groups)
         RemovableHandle.next_id = max(RemovableHandle.next_id, state["next hook"])
         for module in self.modules:
             cast(Any, module)._register_unit()
@@ -227,8 +228,8 @@ class Unit:
     def to_unsharded(self) -> None:
         """Puts the full parameters into the module, with which it computes."""
         for index, slot in enumerate(self.slots):
-            if slot.buffer.gathers_float8:
-                self.dtensors[index] = slot.buffer.float8_param(slot.number)
+            if slot.buffer.has_post_all_gather:
+                self.dtensors[index] = slot.buffer.post_all_gather(slot.number)
                 set_param(slot.module, slot.attribute, self.dtensors[index])
             else:
                 self.set_whole(index, slot.buffer.unsharded_params[slot.number])
@@ -367,21 +368,21 @@ class Unit:
 
     def finish_reductions(self) -> None:
         """Waits for all parts of those reductions that have several."""
-        waits = [buffer.finish_reduction for buffer in self.buffers if buffer.reduces_in_parts]
+        waits = [buffer.finish_reduction for buffer in self.buffers if buffer.transport.traits.reduces_in_halves]
         if waits:
             self.contract.wait(Event("reduction", self.name), *waits)
 
     def finish_quantized_reductions(self) -> None:
-        """Waits for all parts of those reductions that quantize after the scatter."""
+        """Waits for all parts of those reductions that make or read messages after the scatter."""
         for number, buffer in enumerate(self.buffers):
-            if buffer.quantizes_after_scatter:
+            if buffer.transport.traits.reduces_messages_late:
                 self._log_replication(number)
                 self.contract.wait(Event("reduction", self.name), buffer.finish_reduction)
 
     def wait_results(self, number: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Waits for the reduced gradients of one buffer; see `FlatBuffer.wait_results`."""
         buffer = self.buffers[number]
-        if buffer.replicates_in_halves:
+        if buffer.transport.traits.replicates_in_halves:
             self._log_replication(number)
         return buffer.wait_results(self.contract.limit_seconds)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer
 from scale_fsdp.runtime.unit import module_names, units_in
+from scale_fsdp.transports.policy import wire_formats
 
 
 class ErrorFeedbackState:
@@ -46,7 +47,7 @@ class ErrorFeedbackState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        wires = [buffer.wire for unit in units_in(model) for buffer in unit.buffers]
+        wires = [wire_formats(buffer) for unit in units_in(model) for buffer in unit.buffers]
         if not any(wire is not None and wire.error_feedback for wire in wires):
             raise ValueError(
                 f"ErrorFeedbackState: no unit of this {type(model).__name__} has error_feedback=True: leave it out, or "

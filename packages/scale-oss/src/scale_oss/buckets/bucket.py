@@ -21,8 +21,11 @@ from scale_core.comm.group import Group
 from scale_core.compat import NO_RANGE, profiler_runs, storage_use_counts
 from scale_core.consistency.execution_order import Event
 from scale_core.device.streams import Stream
+from scale_core.flat.gradient import FlatGradient
 from scale_core.flat.layout import ShardSpan
-from scale_core.flat.reduction import FlatGradient, Reduction
+from scale_core.flat.reduction import Reduction
+from scale_core.flat.shard_storage import ShardGroups
+from scale_core.flat.transport import PlainTransport
 from scale_core.hooks.autograd import call_local_grad_hooks
 from scale_core.hooks.registry import gradient_hooks
 from scale_core.parameters import MemoryRange, copy_attributes
@@ -94,7 +97,7 @@ class Bucket:
         self.gradient.names = self.names
         sizes = None if partition.is_even else partition.sizes
         self._sizes = sizes
-        self.reduction = Reduction(group, Group(), self.dtype, self.device, Stream(), sizes)
+        self.reduction = Reduction(PlainTransport(ShardGroups(group), sizes), self.dtype, self.device, Stream())
         self.reduction.keeps_memory = False  # Buckets differ in size, so that no other one could take it.
         self.needs_gather = False  # A step may change the parameters on some rank.
         # indices of gradients that a step has used, and to which the next pass doesn't add

@@ -1,4 +1,4 @@
-"""quantization/collectives.py: what ranks receive is what one process computes, at the stated bytes."""
+"""quantized_collectives.py: what ranks receive is what one process computes, at the stated bytes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
-from scale_core.quantization import collectives
-from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
-from scale_core.quantization.collectives import (
+from scale_core.optim.error_feedback import ErrorFeedback, loss_scale, set_loss_scale
+from scale_fsdp.transports import quantized_collectives
+from scale_fsdp.transports.blocks import BlockFormat, dequantize, quantize
+from scale_fsdp.transports.quantized_collectives import (
     QuantizedMean,
     all_gather_quantized,
     all_reduce_quantized,
     new_messages,
     reduce_scatter_quantized,
 )
-from scale_core.quantization.error_feedback import ErrorFeedback, loss_scale, set_loss_scale
 
 NAMES: tuple[Any, ...] = ("int8", "float8_e4m3", "int4")
 TAG = 1 << 22
@@ -156,7 +156,7 @@ class OutOfMemory:
     """Fails to quantize, or to read what was sent, on rank 1."""
 
     def __init__(self, what: str) -> None:
-        self.own, self.what = getattr(collectives, what), what
+        self.own, self.what = getattr(quantized_collectives, what), what
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if group_of().rank == 1:
@@ -171,7 +171,7 @@ def test_a_rank_without_memory_sends_zeros_and_raises_in_wait(number: int, faili
     """The handle of each collective raises on the rank that fails, and there alone."""
     group, block_format = group_of(), BlockFormat("int8", 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, failing, OutOfMemory(failing))
+        patch.setattr(quantized_collectives, failing, OutOfMemory(failing))
         messages = new_messages(2, 8, block_format, torch.device("cpu"))
         work = [
             lambda: all_gather_quantized(messages, torch.ones(8), group, block_format, tag=TAG),

@@ -13,9 +13,11 @@ from torch import Tensor
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.device.streams import Stream
-from scale_core.flat import buffer as buffer_module
 from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.flat.host_staged import HostStagedTransport
 from scale_core.flat.layout import FlatLayout
+from scale_fsdp.transports import float8
+from scale_fsdp.transports.policy import WirePolicy
 
 
 class CastWeight:
@@ -60,10 +62,12 @@ def test_magnitudes_and_their_reduction_come_after_the_copy(monkeypatch: pytest.
         layout = FlatLayout.plan(["weight"], [(16, 16)], group.size)
         devices = DevicePolicy(shard=torch.device("cpu"), compute=torch.device("sim", 0))
         weights: Any = [CastWeight()]
-        flat = FlatBuffer(["weight"], [torch.randn(16, 16)], layout, group, devices=devices, float8=weights)
-        flat._stream = RecordingStream(log)
+        policy = WirePolicy(float8=weights)
+        flat = FlatBuffer(["weight"], [torch.randn(16, 16)], layout, group, devices=devices, transport_policy=policy)
+        assert isinstance(flat.transport, HostStagedTransport)
+        flat.transport.copies.stream = RecordingStream(log)
         monkeypatch.setattr(torch.linalg, "vector_norm", logged(torch.linalg.vector_norm, "magnitude", log))
-        monkeypatch.setattr(buffer_module, "all_reduce", logged(buffer_module.all_reduce, "all_reduce", log))
+        monkeypatch.setattr(float8, "all_reduce", logged(float8.all_reduce, "all_reduce", log))
         flat.gather(tag=1 << 21)
         flat.wait_gathered(10.0)
         flat.release()

@@ -10,16 +10,13 @@ Gathered values are those of the message on every rank, its owner included, so t
 A sum has this rank's own summand as it is: it is not sent and not rounded. ZeRO++ (arXiv 2306.10209) calls the first
 two qwZ and qgZ.
 
-Quantizing takes memory, of which there may be none. The other ranks wait for this one's messages all the same, so a
-message that could not be made is sent as zeros, and the error is raised when the last message has been sent: where this
-rank waits. `DeferredError` keeps it until then.
+Quantizing takes memory, of which there may be none: `DeferredError` says how the other ranks get their messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,57 +24,14 @@ from torch import Tensor
 from scale_core.comm.collectives import UNTAGGED, all_gather, all_to_all
 from scale_core.comm.group import Group
 from scale_core.comm.work import CollectiveWork
-from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
-from scale_core.quantization.error_feedback import ErrorFeedback
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class WireFormats:
-    """In which formats the values of a flat buffer are sent; None sends them unquantized."""
-
-    gather: BlockFormat | None = None  # Parameters, between the ranks that share them
-    reduce: BlockFormat | None = None  # Their gradients, between the same
-    replicate: BlockFormat | None = None  # Reduced gradients, between replicas of the shards
-    error_feedback: bool = False  # For gradients
+from scale_core.flat.transport import DeferredError
+from scale_core.optim.error_feedback import ErrorFeedback
+from scale_fsdp.transports.blocks import BlockFormat, dequantize, quantize
 
 
 def new_messages(count: int, num_elements: int, block_format: BlockFormat, device: torch.device) -> Tensor:
     """Returns memory for this many messages: uint8 [count, `num_bytes(n)`]."""
     return torch.empty(count, block_format.num_bytes(num_elements), dtype=torch.uint8, device=device)
-
-
-class DeferredError:
-    """The first error of this rank inside a collective, until all that the other ranks wait for has been sent."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-        self.is_ignored = False  # This rank has failed already, and takes part for the others alone.
-
-    def attempt(self, make: Callable[[], T]) -> T | None:
-        """Returns the result of `make`; None if that fails, or something has failed before."""
-        if self.error is None:
-            try:
-                return make()
-            except Exception as error:
-                self.error = error
-        return None
-
-    def fill(self, message: Tensor, make: Callable[[], Tensor]) -> None:
-        """Lets `make` fill a message; zeros are sent where it fails."""
-        if self.attempt(make) is None:
-            message.zero_()
-
-    def check(self) -> None:
-        """Raises the error, once."""
-        error, self.error = self.error, None
-        if error is not None and not self.is_ignored:
-            raise error
-
-    def reset(self) -> None:
-        """The failed operation is over."""
-        self.error, self.is_ignored = None, False
 
 
 def all_gather_quantized(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
+from scale_fsdp.transports.blocks import BlockFormat, dequantize, quantize
 
 NAMES: tuple[Any, ...] = ("int8", "float8_e4m3", "int4")
 LARGEST = {"int8": 127, "float8_e4m3": 448, "int4": 7}
@@ -91,7 +91,7 @@ def test_rows_are_messages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None
     for name in NAMES:
         together = quantize(values, BlockFormat(name))
         with monkeypatch.context() as patch:
-            patch.setattr("scale_core.quantization.blocks._PIECE_ELEMENTS", 700)
+            patch.setattr("scale_fsdp.transports.blocks._PIECE_ELEMENTS", 700)
             assert torch.equal(quantize(values, BlockFormat(name)), together)
             found = dequantize(together, 300, BlockFormat(name))
         assert torch.equal(found, torch.cat([round_trip(row[None], BlockFormat(name)) for row in values]))

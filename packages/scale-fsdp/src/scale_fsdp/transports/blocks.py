@@ -54,7 +54,7 @@ class BlockFormat:
         ValueError: There is no such format, or the size is not even and above 0.
 
     Examples:
-        >>> from scale_core.quantization.blocks import BlockFormat
+        >>> from scale_fsdp.transports.blocks import BlockFormat
         >>> BlockFormat("int8", block_size=256).num_bytes(1024)  # and 4 scales
         1040
 
@@ -101,7 +101,7 @@ def quantize(values: Tensor, block_format: BlockFormat, *, out: Tensor | None = 
 
     Examples:
         >>> import torch
-        >>> from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
+        >>> from scale_fsdp.transports.blocks import BlockFormat, dequantize, quantize
         >>> form = BlockFormat("int8")
         >>> message = quantize(torch.ones(1, 256), form)
         >>> message.shape, message.dtype
@@ -134,7 +134,7 @@ def dequantize(message: Tensor, num_elements: int, block_format: BlockFormat, *,
 
     Examples:
         >>> import torch
-        >>> from scale_core.quantization.blocks import BlockFormat, dequantize, quantize
+        >>> from scale_fsdp.transports.blocks import BlockFormat, dequantize, quantize
         >>> form, values = BlockFormat("int8"), torch.randn(2, 256)
         >>> received = dequantize(quantize(values, form), 256, form)
         >>> bool((received - values).abs().max() <= values.abs().max() / 127)
