@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
 from scale_core.comm.group import group_of
 from scale_core.errors import ShardedTensorError
 from scale_core.sharded_tensor.tensor import local_tensor
+from scale_tp.conversion import replica_check
 from scale_tp.conversion.parallelize import parallelize
 from scale_tp.conversion.replica_check import check_first_forward
 from scale_tp.layers.full_init import init_as_full
@@ -108,6 +111,16 @@ def test_a_compiled_model_is_checked_when_it_first_runs_plain() -> None:
         torch.compile(model, backend="eager")(IDS)
     with pytest.raises(RuntimeError, match="hold the same numbers"):
         model(IDS)
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_on_fake_tensors_ends_the_check() -> None:
+    """One rank may make it by itself, so it compares nothing, and later forwards have no hooks."""
+    model = nn.Identity()
+    check_first_forward(model, group_of())
+    with patch.object(replica_check, "exchange", side_effect=AssertionError), FakeTensorMode():
+        model(torch.ones(1))
+    assert not model._forward_pre_hooks and not model._forward_hooks
 
 
 @pytest.mark.ranks(2)

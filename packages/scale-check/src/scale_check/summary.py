@@ -7,6 +7,7 @@ of tensors that are added or multiplied by a number. An error in one element cha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
@@ -43,10 +44,15 @@ class Summary:
             value = cat([cls.of(block) for block in real.split(num_rows)], 0)
             assert isinstance(value, Summary)
             return replace(value, dtype=tensor.dtype)
-        wide, dims = real.double(), range(real.ndim)  # `sum` with a dtype of its own takes five times as long.
-        sums = [wide.sum([other for other in dims if other != dim]) for dim in dims]
-        if real.ndim == 1:  # No other dimension: `sum` of none would sum up all.
-            sums = [wide.clone()]
+        rows = _wide_rows(real)
+        if real.ndim == 1:
+            return cls(tuple(real.shape), tensor.dtype, (rows[0].clone(),))
+        sums = [rows.sum(0)]
+        row_sums = rows.sum(1).view(real.shape[:-1])
+        while row_sums.ndim > 1:  # The other dimensions have the sums of a tensor without the last one.
+            sums.insert(0, row_sums.sum(list(range(row_sums.ndim - 1))))
+            row_sums = row_sums.sum(-1)
+        sums.insert(0, row_sums)
         return cls(tuple(real.shape), tensor.dtype, tuple(sums))
 
     @property
@@ -76,6 +82,27 @@ class Summary:
                 return dim, position
             position -= size
         raise IndexError(position)
+
+
+class _Scratch(threading.local):
+    """Memory for one block in float64. Fresh memory would take longer to come than the sums take."""
+
+    def __init__(self) -> None:
+        self.block = torch.empty(0, dtype=torch.float64)
+
+
+_scratch = _Scratch()
+
+
+def _wide_rows(tensor: Tensor) -> Tensor:
+    """A tensor in float64, [elements of all other dimensions, shape[-1]], until the next call in this thread.
+
+    `sum` with a dtype of its own would take five times as long.
+    """
+    if tensor.numel() > _scratch.block.numel():
+        _scratch.block = torch.empty(tensor.numel(), dtype=torch.float64)
+    wide = _scratch.block[: tensor.numel()].view(tensor.shape)
+    return wide.copy_(tensor).view(-1, tensor.shape[-1])
 
 
 Recorded = Tensor | Summary

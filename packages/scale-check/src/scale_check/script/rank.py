@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import runpy
 import sys
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 from scale_check.noise import perturb
 from scale_check.recording import Key, Recorder, Recording
+from scale_check.script import pickles
 from scale_check.script.data import OutOfSamples, Samples, keeping, replaying
 
 SEED = 0
@@ -197,7 +197,7 @@ def run_task(task: ScriptTask) -> int:
             code = 1
     if not code:
         try:
-            task.result.write_bytes(pickle.dumps(ScriptResult(recorder.recording, samples)))
+            task.result.write_bytes(pickles.dumps(ScriptResult(recorder.recording, samples)))
         except Exception as error:  # Each class has its own.
             print(
                 f"the samples can't be kept: {error}: give tensors, lists and dicts, and no class of the script itself"

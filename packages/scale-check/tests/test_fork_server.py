@@ -1,0 +1,72 @@
+"""Each rank has a process that imports torch once, and forks for each run of the script."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from scale_check.cli import main
+from scale_check.script import pickles
+
+# Each run of the script appends its rank, the number of ranks, and the process it is forked from.
+SCRIPT = """
+import os, torch, torch.distributed as dist
+with open("runs", "a") as runs:
+    print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE")), os.getppid(), file=runs)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+def test_ranks_have_processes_of_their_own_for_all_runs() -> None:
+    Path("script.py").write_text(SCRIPT)
+    assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
+    runs = [line.split() for line in Path("runs").read_text().splitlines()]
+    of_ranks = {rank: parent for rank, num_ranks, parent in runs if num_ranks == "2"}
+    of_one_process = {parent for _, num_ranks, parent in runs if num_ranks == "1"}
+    assert of_ranks.keys() == {"0", "1"} and of_ranks["0"] != of_ranks["1"]
+    assert of_one_process == set(of_ranks.values())
+
+
+def test_a_run_that_a_signal_ends_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("killed.py").write_text("import os\nprint('so far', flush=True)\nos.kill(os.getpid(), 9)\n")
+    assert main(["run", "killed.py"]) == 2
+    message = capsys.readouterr().err
+    assert "ended with code -9. It said last:" in message and "so far" in message
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(6, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.tensor(3, dtype=torch.uint8),
+        torch.empty(0, 3, dtype=torch.float16),
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([[0.0, 1.0]]).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.layout}",
+)
+def test_tensors_are_the_same_after_pickling(tensor: Tensor) -> None:
+    first, second = pickle.loads(pickles.dumps([tensor, tensor]))
+    assert first is second and type(first) is type(tensor)
+    assert first.dtype == tensor.dtype and first.requires_grad == tensor.requires_grad
+    assert first.shape == tensor.shape and torch.equal(first.to_dense(), tensor.to_dense())
