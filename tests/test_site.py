@@ -11,6 +11,7 @@ import json
 import os
 import re
 import runpy
+import textwrap
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,7 @@ def test_examples_are_copied_without_prompts() -> None:
     assert wrong == [] and seen > 100
 
 
-def test_a_session_becomes_a_program() -> None:
+def test_each_session_becomes_a_program() -> None:
     pytest.importorskip("mkdocs")
     path = DOCS / "hooks" / "doctest_prompts.py"
     names = runpy.run_path(str(path))
@@ -235,6 +236,15 @@ def test_a_session_becomes_a_program() -> None:
     program = "for x in range(2):\n    print(x)\n# 0\n# 1\nx\n# 1\n"
     assert names["program_of"](session) == program
     compile(program, "program", "exec")
+    sessions = []
+    for page in sorted(DOCS.rglob("*.md")):
+        blocks = re.findall(
+            r"^([ ]*)```python\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+        sessions += [textwrap.dedent(block) for _, block in blocks if block.lstrip().startswith(">>>")]
+    for session in sessions:
+        compile(names["program_of"](session), "program", "exec")
+    assert len(sessions) > 50
 
 
 def public_members() -> dict[str, tuple[list[str], set[str]]]:
