@@ -241,8 +241,8 @@ class Layers(nn.Module):
     def __init__(self, num_layers: int, **options: Any) -> None:
         super().__init__()
         column, row = (scale_tp.ColumnParallelLinear, scale_tp.RowParallelLinear) if options else (nn.Linear, nn.Linear)
-        inner: Any = {"gather_output": False, **options} if options else {}
-        outer: Any = {"input_is_parallel": True, **options} if options else {}
+        inner: Any = with_options(LayerOptions, gather_output=False, **options) if options else {}
+        outer: Any = with_options(LayerOptions, input_is_parallel=True, **options) if options else {}
         self.layers = nn.ModuleList(
             nn.Sequential(column(3, 5, **inner), nn.Tanh(), row(5, 3, **outer)).double() for _ in range(num_layers)
         )
