@@ -8,10 +8,9 @@ It prints the same losses on 1, 2, 4 and 8 ranks, up to rounding.
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from scale_checkpoint import checkpoint_modules
-from scale_core import clip_grad_norm_
+from scale_core import ParallelDims, clip_grad_norm_, group_of
 from scale_core.launch import init_distributed
 from scale_fsdp import fully_shard
 from scale_tp import parallelize
@@ -41,21 +40,20 @@ class Block(nn.Module):
 def main() -> list[float]:
     """Trains for ten steps and returns the losses of the whole batches."""
     group = init_distributed()
-    tensor = 2 if group.size % 2 == 0 else 1
-    mesh = init_device_mesh(DEVICE, (group.size // tensor, tensor), mesh_dim_names=("data", "tensor"))
-    data = mesh["data"]
+    dims = ParallelDims(tp=2 if group.size % 2 == 0 else 1)
+    data = group_of(dims, "batch")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), *(Block() for _ in range(3)), nn.Linear(16, 1)).to(DEVICE)
-    parallelize(model, {"*.norm": "replicate", "*.up": "colwise", "*.down": "rowwise"}, mesh["tensor"])
+    parallelize(model, {"*.norm": "replicate", "*.up": "colwise", "*.down": "rowwise"}, dims)
     checkpoint_modules(model, Block)  # blocks keep their inputs alone
     for block in model[1:-1]:
-        fully_shard(block, data)  # this rank's part of the layers, sharded along the other axis
-    fully_shard(model, data)
+        fully_shard(block, dims)  # this rank's part of the layers, sharded along the other axis
+    fully_shard(model, dims)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     losses = []
     for step in range(10):
-        inputs, targets = batch_of(step, data.get_local_rank(), data.size())
+        inputs, targets = batch_of(step, data.rank, data.size)
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
         clip_grad_norm_(list(model.parameters()), 1.0)  # over both axes, each element once

@@ -8,9 +8,8 @@ It prints the same losses on 1, 2, 4 and 8 ranks, up to rounding.
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from scale_core import clip_grad_norm_
+from scale_core import ParallelDims, clip_grad_norm_
 from scale_core.launch import init_distributed
 from scale_fsdp import fully_shard
 from scale_moe import Balance, MoE
@@ -28,12 +27,11 @@ def batch_of(step: int, rank: int = 0, size: int = 1) -> tuple[torch.Tensor, tor
 class Block(nn.Module):
     """A mixture of five experts, of which each token takes two, beside the residual stream."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, dims: ParallelDims) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        # Experts are divided along one axis; the balance is that of the tokens of all ranks.
-        ranks = {"process_group": mesh, "batch_process_group": dist.group.WORLD}
-        self.moe = MoE(16, 32, num_experts=5, routing=2, balance=Balance(aux_loss_coef=0.01), **ranks)
+        # `ep` divides the experts. The balance is that of the tokens of all ranks.
+        self.moe = MoE(16, 32, num_experts=5, routing=2, balance=Balance(aux_loss_coef=0.01), process_group=dims)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns [tokens, 16] for [tokens, 16]."""
@@ -44,15 +42,14 @@ class Block(nn.Module):
 def main() -> list[float]:
     """Trains for ten steps and returns the losses of the whole batches."""
     group = init_distributed()
-    expert = 2 if group.size % 2 == 0 else 1
-    mesh = init_device_mesh(DEVICE, (group.size // expert, expert), mesh_dim_names=("replica", "expert"))
+    dims = ParallelDims(ep=2 if group.size % 2 == 0 else 1)
     torch.manual_seed(0)
-    blocks = [Block(mesh["expert"]) for _ in range(2)]
+    blocks = [Block(dims) for _ in range(2)]
     model = nn.Sequential(nn.Linear(8, 16), *blocks, nn.Linear(16, 1)).to(DEVICE)
     for block in blocks:
-        fully_shard(block.moe.experts, mesh["replica"])  # over the ranks that hold the same experts
-        fully_shard(block)  # the router and the norm, over all ranks
-    fully_shard(model)
+        fully_shard(block.moe.experts, dims)  # over the ranks that hold the same experts
+        fully_shard(block, dims)  # the router and the norm, over all ranks
+    fully_shard(model, dims)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
     losses = []

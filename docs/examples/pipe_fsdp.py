@@ -8,8 +8,8 @@ It prints the same losses on 1, 2, 4 and 8 ranks, up to rounding.
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
+from scale_core import ParallelDims, group_of
 from scale_core.launch import init_distributed
 from scale_fsdp import fully_shard
 from scale_pipe import DistributedPipe
@@ -28,20 +28,20 @@ def main() -> list[float]:
     """Trains for ten steps and returns the losses of the whole batches."""
     group = init_distributed()
     num_stages = 2 if group.size % 2 == 0 else 1
-    mesh = init_device_mesh(DEVICE, (group.size // num_stages, num_stages), mesh_dim_names=("data", "pipe"))
-    data = mesh["data"]
+    dims = ParallelDims(pp=num_stages)
+    data = group_of(dims, "batch")
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)]
     layers = nn.Sequential(nn.Linear(8, 32), *blocks, nn.Linear(32, 1))
     balance = [3, 3] if num_stages == 2 else [6]
-    pipe = DistributedPipe(layers, "1f1b", balance=balance, chunks=2, process_group=mesh["pipe"], device=DEVICE)
+    pipe = DistributedPipe(layers, "1f1b", balance=balance, chunks=2, process_group=dims, device=DEVICE)
     for stage in pipe.stages.values():
-        fully_shard(stage, data)
+        fully_shard(stage, dims)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
 
     losses = []
     for step in range(10):
-        inputs, targets = batch_of(step, data.get_local_rank(), data.size())  # each pipeline its part
+        inputs, targets = batch_of(step, data.rank, data.size)  # each pipeline its part
         loss = pipe.step(inputs, target=targets, loss_fn=nn.functional.mse_loss)
         pipe.clip_grad_norm_(1.0)  # over both axes
         optimizer.step()

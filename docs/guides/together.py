@@ -8,11 +8,10 @@ import os
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from scale_adascale import AdaScale
 from scale_checkpoint import checkpoint_modules
-from scale_core import clip_grad_norm_
+from scale_core import ParallelDims, clip_grad_norm_, group_of
 from scale_fsdp import fully_shard
 from scale_tp import parallelize
 
@@ -36,10 +35,9 @@ def main() -> list[tuple[float, float]]:
     """Trains for five steps, and returns the loss and the gain of each."""
     world = int(os.environ["WORLD_SIZE"])
     tensor = 2 if world % 2 == 0 else 1
-    mesh = init_device_mesh(
-        "cpu", (world // tensor, tensor), mesh_dim_names=("data", "tensor")
-    )
-    data, rank = mesh["data"].get_group(), mesh["data"].get_local_rank()
+    # The ranks once, for all techniques: neighbors divide layers, and the others shard.
+    dims = ParallelDims(tp=tensor)
+    data = group_of(dims, "batch")
 
     torch.manual_seed(0)  # on all ranks: each keeps its part of the same weights
     model = nn.Sequential(
@@ -49,20 +47,20 @@ def main() -> list[tuple[float, float]]:
     parallelize(
         model,
         {"*.norm": "replicate", "*.up": "colwise", "*.down": "rowwise"},
-        mesh["tensor"],
+        dims,
     )
     # 2. blocks keep their inputs alone,
     checkpoint_modules(model, Block)
     # 3. and what is left of them is sharded along the data axis, block by block.
     for block in model[1:-1]:
-        fully_shard(block, data)
-    fully_shard(model, data)
+        fully_shard(block, dims)
+    fully_shard(model, dims)
     # 4. Any optimizer steps on the shards; AdaScale measures what its steps are worth.
     accumulate = MICRO_BATCHES * tensor // world
     optimizer = AdaScale(
         torch.optim.AdamW(model.parameters(), lr=0.005),
         num_gradients_to_accumulate=accumulate,
-        process_group=data,
+        process_group=dims,
     )
 
     seen = []
@@ -71,7 +69,7 @@ def main() -> list[tuple[float, float]]:
         # The same on all ranks, each takes its part.
         batches = torch.randn(MICRO_BATCHES, 32, 8, generator=generator)
         total = torch.zeros(())
-        for batch in batches[rank * accumulate :][:accumulate]:
+        for batch in batches[data.rank * accumulate :][:accumulate]:
             loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
             (loss / accumulate).backward()
             total += loss.detach() / MICRO_BATCHES
@@ -80,7 +78,7 @@ def main() -> list[tuple[float, float]]:
         )  # over both axes, each element once
         optimizer.step()
         optimizer.zero_grad()
-        torch.distributed.all_reduce(total, group=data)
+        torch.distributed.all_reduce(total, group=dims.process_group("batch"))
         seen.append((float(total), optimizer.gain()))
     if torch.distributed.get_rank() == 0:
         for step, (mean, gain) in enumerate(seen):

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from scale_core import clip_grad_norm_, group_of
+from scale_core import ParallelDims, clip_grad_norm_, group_of
 from scale_core.launch import init_distributed
 from scale_fsdp import ShardOptions, fully_shard_modules, no_split_policy
 from scale_snapshot import load_pretrained, save_pretrained
@@ -76,21 +75,18 @@ def main(arguments: list[str] | None = None) -> list[float]:
     # 2. Layers are divided along one axis, by the plan that the model carries;
     #    what is left of them is sharded along the other axis, block by block.
     tensor = 2 if world.size % 2 == 0 else 1
-    shape = (world.size // tensor, tensor)
+    dims = ParallelDims(tp=tensor)  # data parallel: the other ranks
+    data = group_of(dims, "batch")
     if world.size > 1:
-        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("data", "tensor"))
-        parallelize(model, process_group=mesh["tensor"])
-        data = group_of(mesh["data"])
-    else:
-        data = world
+        parallelize(model, process_group=dims)
     policy = no_split_policy(model)  # the blocks that transformers names
-    fully_shard_modules(model, policy, mesh=data, options=ShardOptions(init=False))
+    fully_shard_modules(model, policy, mesh=dims, options=ShardOptions(init=False))
 
     # 3. Each rank reads its own part of the weights. The optimizer comes afterwards.
     load_pretrained(model, options.base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
     if world.rank == 0:
-        print(f"data x tensor = {shape}")
+        print(f"data x tensor = {(data.size, tensor)}")
 
     # 4. A plain loop. Ranks that divide layers have the same tokens.
     losses = []

@@ -10,7 +10,13 @@ import pytest
 
 from scale_train.cli import main
 from scale_train.options import Options, RunOptions
-from scale_train.training.reporters import EvaluationRecord, StepRecord, begin_metrics, make_reporter, read_metrics
+from scale_train.training.reports.reporters import (
+    EvaluationRecord,
+    StepRecord,
+    begin_metrics,
+    make_reporter,
+    read_metrics,
+)
 
 pytest.importorskip("tensorboard")
 pytest.importorskip("wandb")

@@ -33,9 +33,9 @@ from scale_fsdp import fully_shard
 from scale_pipe import DistributedPipe, split
 from scale_snapshot import load_snapshot, save_snapshot
 from scale_snapshot.format.checksums import checksum
-from scale_train.data import read_text
+from scale_train.configuration.resolve import check_options
+from scale_train.data.text import read_text
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.resolve import check_options
 from scale_train.training.checkpoint import save
 from scale_train.training.state import TrainState, build_state
 from scale_train.training.train import train_language_model

@@ -13,7 +13,7 @@ from scale_pipe import simulate
 from scale_pipe.schedules.registry import get_schedule
 from scale_tools.pipe.text_drawing import draw_text
 from scale_train.cli import main
-from scale_train.resolve import MAX_RANKS_PER_CORE
+from scale_train.configuration.resolve import MAX_RANKS_PER_CORE
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:

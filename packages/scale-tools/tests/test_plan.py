@@ -15,6 +15,7 @@ from torch import nn
 from scale_check.simulate import simulate
 from scale_check.simulate.simulation import Simulation, track_memory
 from scale_checkpoint.offload import storage
+from scale_core import ParallelDims
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
@@ -32,11 +33,12 @@ from scale_tools.plan.rows import PlanRow, suggest
 from scale_tools.plan.step_time import StepWork
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.cli import main, parse
+from scale_train.configuration.resolve import check_options, options_without_effect
 from scale_train.errors import InputError
-from scale_train.model import GPT, ModelConfig
+from scale_train.model.gpt import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
-from scale_train.resolve import check_options, options_without_effect
-from scale_train.training.parallelize import MeshAxes, make_engine, parallel_axes
+from scale_train.training.parallel.engine import make_engine
+from scale_train.training.parallel.parallelize_gpt import parallel_dims
 
 TINY = PlanOptions(layers=2, width=32, heads=4, size="tiny", ranks=(4,), batch=8, sequence=16, precision="fp32", jobs=1)
 OF_ANY = ["plan", "--batch", "8", "--sequence", "16", "--ranks", "4", "--precision", "fp32", "--jobs", "1"]
@@ -103,16 +105,16 @@ def _measured_step(parallel: Any, checkpoint: Any, group: Group) -> dict[str, in
     host = torch.device("cpu")
     with track_memory(Simulation(group.rank, group.size, check=True, device=host)) as simulation:
         options = ParallelOptions(ranks=2, parallel=parallel, checkpoint_activations=checkpoint)
-        return _second_step(ModelConfig(3, 64, 4), options, parallel_axes(group, options), simulation, (4, 32))
+        return _second_step(ModelConfig(3, 64, 4), options, parallel_dims(options, group.size), simulation, (4, 32))
 
 
 def _second_step(
-    config: ModelConfig, options: ParallelOptions, axes: MeshAxes, simulation: Simulation, shape: tuple[int, int]
+    config: ModelConfig, options: ParallelOptions, dims: ParallelDims, simulation: Simulation, shape: tuple[int, int]
 ) -> dict[str, int]:
     batch, sequence = shape
     with torch.device("meta") if options.parallel == "fsdp" else nullcontext():
-        model = GPT(config, axes.expert_groups)
-    engine = make_engine(model, options, OptimizerOptions(), axes, torch.device("cpu"))
+        model = GPT(config, dims)
+    engine = make_engine(model, options, OptimizerOptions(), dims, torch.device("cpu"))
     for _ in range(2):
         simulation.restart()
         tokens = torch.zeros(batch, sequence + 1, dtype=torch.int64)
@@ -172,10 +174,10 @@ def _measured_pipeline() -> dict[str, int]:
     """
     group, host = group_of(), torch.device("cpu")
     with track_memory(Simulation(group.rank, group.size, check=True, device=host)) as simulation:
-        axes = parallel_axes(group, PIPELINES)
+        dims = parallel_dims(PIPELINES, group.size)
         with torch.device("meta"):
             model = GPT(ModelConfig(3, 64, 4))
-        engine = make_engine(model, PIPELINES, OptimizerOptions(), axes, host)
+        engine = make_engine(model, PIPELINES, OptimizerOptions(), dims, host)
         del model
         for _ in range(2):
             simulation.restart()
@@ -205,8 +207,8 @@ def test_experts_are_planned_with_the_bytes_of_their_engine(divided: int) -> Non
     with simulate(world_size=4) as simulation:
         asked = ParallelOptions(parallel="fsdp", expert_parallel=divided)
         with simulation.aside():
-            axes = parallel_axes(group_of(), asked, with_experts=True)
-        peak = _second_step(ModelConfig(2, 32, 4, experts=4), asked, axes, simulation, (2, 16))
+            dims = parallel_dims(asked, group_of().size)
+        peak = _second_step(ModelConfig(2, 32, 4, experts=4), asked, dims, simulation, (2, 16))
         assert (found.peak_by_kind, found.bytes_sent) == (peak, simulation.bytes_sent)
 
 
@@ -242,7 +244,7 @@ def test_experts_are_planned_with_every_way_of_training() -> None:
         assert (asked.model.experts, asked.model.top_k) == (8, 2)
         assert asked.parallel == each.parallel_options(options.precision)
     python = divided.python("fp32", with_experts=True)
-    assert "mesh = init_device_mesh(device.type, (4, 2), mesh_dim_names=('replica', 'expert'))" in python
+    assert "dims = scale_core.ParallelDims(ep=2)" in python
 
 
 @pytest.mark.parametrize(

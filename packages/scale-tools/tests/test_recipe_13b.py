@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from scale_train.cli import main, parse
+from scale_train.configuration.resolve import check_options
 from scale_train.options import Options
-from scale_train.resolve import check_options
-from scale_train.training.reporters import read_metrics
+from scale_train.training.reports.reporters import read_metrics
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "scale-train-tools.md"
 SMALL = "--layers 2 --width 16 --heads 2 --sequence 16 --loss-chunk 8 --steps 3 --warmup 1 --log-every 1 --device cpu "

@@ -367,7 +367,12 @@ TWO = Group(0, 2, ranks=(0, 1))
             ValueError,
             "expected dtype to be of floating point, .* got torch.int32: pass",
         ),
-        ((4, 4), {"process_group": "model"}, TypeError, "expected a ProcessGroup, a DeviceMesh or None, got str"),
+        (
+            (4, 4),
+            {"process_group": "model"},
+            TypeError,
+            "expected a ProcessGroup, a DeviceMesh, a ParallelDims or None, got str",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(

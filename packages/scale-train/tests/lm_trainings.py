@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from scale_core.comm.group import Group, group_of
-from scale_train.data import read_text
+from scale_train.data.text import read_text
 from scale_train.options import Options
-from scale_train.training.reporters import EvaluationRecord, Reporter, StepRecord
+from scale_train.training.reports.reporters import EvaluationRecord, Reporter, StepRecord
 from scale_train.training.state import TrainState, build_state
 from scale_train.training.trainer import train_step
 

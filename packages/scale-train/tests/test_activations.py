@@ -10,15 +10,16 @@ import torch
 
 from scale_checkpoint import BudgetError
 from scale_checkpoint.live_memory import LiveMemory
+from scale_core import ParallelDims
 from scale_core.comm.group import Group
 from scale_train.cli import parse
 from scale_train.configuration.derived import budget_bytes
+from scale_train.configuration.resolve import check_options
 from scale_train.errors import InputError
-from scale_train.model import GPT, ModelConfig
+from scale_train.model.gpt import GPT, ModelConfig
 from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
-from scale_train.resolve import check_options
-from scale_train.training import parallelize
-from scale_train.training.parallelize import MeshAxes, checkpoint_blocks, plan_blocks
+from scale_train.training.parallel import activations
+from scale_train.training.parallel.activations import checkpoint_blocks, plan_blocks
 
 CHOICES = ("none", "all", "selective")
 
@@ -71,7 +72,7 @@ def test_a_budget_is_planned_on_the_model_that_trains(monkeypatch: pytest.Monkey
     model = GPT(ModelConfig(layers=2, width=16, heads=2))
     num_parameters = sum(param.numel() for param in model.parameters())
     asked_for: list[Any] = []
-    axes = MeshAxes(Group(), Group())
+    dims = ParallelDims(world_size=1)
 
     def plan(*args: Any, other_bytes: int, process_group: Group) -> str:
         assert process_group.size == 1
@@ -80,16 +81,16 @@ def test_a_budget_is_planned_on_the_model_that_trains(monkeypatch: pytest.Monkey
             raise BudgetError("a step takes at least 3 MiB", 3 << 20)
         return "the plan"
 
-    monkeypatch.setattr(parallelize, "plan_memory", plan)
-    monkeypatch.setattr(parallelize, "apply_plan", lambda *args: asked_for.append(args))
-    plan_blocks(model, asked("all"), axes, Group())
+    monkeypatch.setattr(activations, "plan_memory", plan)
+    monkeypatch.setattr(activations, "apply_plan", lambda *args: asked_for.append(args))
+    plan_blocks(model, asked("all"), dims, Group())
     assert asked_for == []
-    plan_blocks(model, asked("budget:1KiB"), axes, Group())
+    plan_blocks(model, asked("budget:1KiB"), dims, Group())
     ((planned, sample, budget), beside), applied = asked_for
     assert planned is model and budget == 1024 and beside == 8 * num_parameters and applied == (model, "the plan")
     assert [tuple(tensor.shape) for tensor in sample] == [(4, 16), (4, 16)]
     with pytest.raises(InputError, match=r"budget:10B: .* write --checkpoint-activations budget:3145728B"):
-        plan_blocks(model, asked("budget:10B"), axes, Group())
+        plan_blocks(model, asked("budget:10B"), dims, Group())
     checkpoint_blocks(model, "budget:1KiB", offload=False)
     assert not any("forward" in vars(block) for block in model.blocks), "that is the plan's"
 

@@ -15,7 +15,7 @@ from scale_adascale.gain import Moments, bounded, gain
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
-from scale_train.data import windows_at
+from scale_train.data.text import windows_at
 from scale_train.options import Options
 from scale_train.training.adascale import adascale_stats
 from scale_train.training.checkpoint import CHECKPOINTS, load, save

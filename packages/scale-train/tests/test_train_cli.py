@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scale_train.cli import main, parse
-from scale_train.resolve import MAX_RANKS_PER_CORE
+from scale_train.configuration.resolve import MAX_RANKS_PER_CORE
 
 SMALL = "--layers 1 --width 16 --heads 2 --sequence 16 --batch 4 --steps 3 --save-every 2 --evaluate-every 2"
 ALONE = "--text text --parallel none --device cpu --sample-length 5 --log-every 1"

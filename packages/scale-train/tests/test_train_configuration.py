@@ -18,9 +18,9 @@ from scale_train.configuration.fields import option_fields
 from scale_train.configuration.help import help_text, overview
 from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.reference import reference
+from scale_train.configuration.resolve import MAX_RANKS_PER_CORE  # noqa: F401  torch is loaded here, and not by what is tested
 from scale_train.configuration.toml_file import read_toml, to_toml, value_of
 from scale_train.errors import InputError
-from scale_train.resolve import MAX_RANKS_PER_CORE  # noqa: F401  torch is loaded here, and not by what is tested
 
 EVERYTHING_CHANGED = Options(
     data=DataOptions(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scale_train.data import SEPARATOR, Sampler, check_length, read_text, slice_of_rank, windows_at
+from scale_train.data.text import SEPARATOR, Sampler, check_length, read_text, slice_of_rank, windows_at
 from scale_train.errors import InputError
 
 

@@ -6,9 +6,10 @@ from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape, shard_of
 from scale_core.testing import run_ranks
 from scale_oss import ShardedDataParallel
-from scale_train.model import GPT, ModelConfig
+from scale_train.model.gpt import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.training.parallelize import make_engine, parallel_axes
+from scale_train.training.parallel.engine import make_engine
+from scale_train.training.parallel.parallelize_gpt import parallel_dims
 
 CPU = torch.device("cpu")
 
@@ -16,7 +17,7 @@ CPU = torch.device("cpu")
 def parallelized(parallel: str, group: Group):
     torch.manual_seed(0)
     options = ParallelOptions(parallel=parallel)
-    return make_engine(GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), parallel_axes(group, options), CPU)
+    return make_engine(GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), parallel_dims(options, group.size), CPU)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "sharded-ddp", "oss", "ddp", "none"])

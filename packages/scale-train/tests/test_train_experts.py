@@ -17,14 +17,14 @@ from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
-from scale_train.data import windows_at
+from scale_train.configuration.resolve import model_config
+from scale_train.data.text import windows_at
 from scale_train.errors import InputError
-from scale_train.memory import count_active_parameters, count_parameters
-from scale_train.model import GPT
+from scale_train.model.gpt import GPT
 from scale_train.options import ModelOptions, OptimizerOptions, Options, ParallelOptions
-from scale_train.resolve import model_config
 from scale_train.training.checkpoint import CHECKPOINTS, load, save
 from scale_train.training.experts import balance_of
+from scale_train.training.memory import count_active_parameters, count_parameters
 from scale_train.training.trainer import evaluate, forward_backward
 
 STEPS = 4

@@ -9,10 +9,10 @@ from lm_trainings import options_for, start, train_to
 from torch.optim import AdamW
 
 from scale_core.testing import run_ranks
-from scale_train.data import Sampler, read_text, windows_at
-from scale_train.model import GPT
+from scale_train.configuration.resolve import model_config
+from scale_train.data.text import Sampler, read_text, windows_at
+from scale_train.model.gpt import GPT
 from scale_train.options import Options
-from scale_train.resolve import model_config
 from scale_train.training.checkpoint import load, save
 from scale_train.training.state import LRSchedule
 from scale_train.training.trainer import train_step

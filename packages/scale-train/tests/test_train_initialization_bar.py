@@ -10,10 +10,11 @@ from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
 from scale_snapshot import load_pretrained, save_pretrained
-from scale_train.model import GPT, ModelConfig
+from scale_train.model.gpt import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
-from scale_train.training.parallelize import make_engine, parallel_axes
-from scale_train.training.reporters import initialization_bar
+from scale_train.training.parallel.engine import make_engine
+from scale_train.training.parallel.parallelize_gpt import parallel_dims
+from scale_train.training.reports.reporters import initialization_bar
 
 CPU = torch.device("cpu")
 
@@ -82,9 +83,9 @@ def give_values_unit_by_unit() -> list[str]:
     found, told = [], []
     plain = build(False)
     options = ParallelOptions()
-    axes = parallel_axes(group_of() if torch.distributed.is_initialized() else Group(), options)
+    dims = parallel_dims(options, (group_of() if torch.distributed.is_initialized() else Group()).size)
     engine = make_engine(
-        build(True), options, OptimizerOptions(), axes, CPU, lambda done, total, name: told.append(name)
+        build(True), options, OptimizerOptions(), dims, CPU, lambda done, total, name: told.append(name)
     )
     if told != ["blocks.0", "blocks.1", "blocks.2", ""]:
         found.append(f"told {told}")

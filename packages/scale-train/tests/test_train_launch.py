@@ -15,9 +15,9 @@ from scale_core.comm.group import group_of
 from scale_core.testing import faults, run_ranks
 from scale_train.cli import main, parse
 from scale_train.errors import InputError
-from scale_train.launch import _PIPE_CHARACTERS, RankExit, _check_environment, _exit_of, is_under_torchrun
+from scale_train.launch.launcher import _PIPE_CHARACTERS, RankExit, _check_environment, _exit_of, is_under_torchrun
 from scale_train.options import Options, ParallelOptions
-from scale_train.training.reporters import read_metrics
+from scale_train.training.reports.reporters import read_metrics
 from scale_train.training.train import train_language_model
 
 STEPS = 8

@@ -3,9 +3,10 @@ import torch
 
 from scale_core.shard import Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_train import memory
 from scale_train.errors import InputError
-from scale_train.memory import (
+from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
+from scale_train.training import memory
+from scale_train.training.memory import (
     check_fits,
     format_bytes,
     held_bytes,
@@ -14,7 +15,6 @@ from scale_train.memory import (
     replicated_bytes,
     state_tensors,
 )
-from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
 
 
 def stepped(param: torch.nn.Parameter) -> torch.optim.Optimizer:

@@ -6,7 +6,13 @@ from typing import NoReturn
 
 import pytest
 
-from scale_train.training.reporters import EvaluationRecord, MetricsReporter, StepRecord, begin_metrics, read_metrics
+from scale_train.training.reports.reporters import (
+    EvaluationRecord,
+    MetricsReporter,
+    StepRecord,
+    begin_metrics,
+    read_metrics,
+)
 
 
 def full(*_args: object, **_more: object) -> NoReturn:

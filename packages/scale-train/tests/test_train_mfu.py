@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from scale_train.model import GPT, num_parameters
+from scale_train.configuration.resolve import model_config
+from scale_train.model.gpt import GPT, num_parameters
 from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions, RunOptions
-from scale_train.resolve import model_config
-from scale_train.training.mfu import flops_per_token, peak_of, utilization_model
+from scale_train.training.reports.mfu import flops_per_token, peak_of, utilization_model
 
 CPU = torch.device("cpu")
 

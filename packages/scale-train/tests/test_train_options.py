@@ -7,9 +7,7 @@ import pytest
 import torch
 from lm_trainings import changed
 
-from scale_train.errors import InputError
-from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
-from scale_train.resolve import (
+from scale_train.configuration.resolve import (
     MAX_RANKS_PER_CORE,
     check_options,
     model_config,
@@ -17,6 +15,8 @@ from scale_train.resolve import (
     options_without_effect,
     resolve_device,
 )
+from scale_train.errors import InputError
+from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
 
 CPU = Options(parallel=ParallelOptions(device="cpu"))
 PIPED: dict[str, Any] = {"parallel": "pipe", "layers": 4, "width": 16, "heads": 2, "chunks": 3}

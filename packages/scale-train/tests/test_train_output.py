@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from program_folder import enter_program_folder
 
-from scale_train.training.output import Output
-from scale_train.training.reporters import read_metrics
+from scale_train.training.reports.output import Output
+from scale_train.training.reports.reporters import read_metrics
 
 STEPS = 6
 OPTIONS = (

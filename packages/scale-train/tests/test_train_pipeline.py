@@ -12,12 +12,12 @@ from lm_trainings import changed, options_for, start, train_to
 from torch import Tensor
 
 from scale_core.testing import run_ranks
+from scale_train.configuration.resolve import check_options, options_without_effect, pipeline_shape
 from scale_train.errors import InputError
-from scale_train.model import generate
+from scale_train.model.gpt import generate
 from scale_train.options import Options
-from scale_train.resolve import check_options, options_without_effect, pipeline_shape
 from scale_train.training.checkpoint import load, save
-from scale_train.training.parallelize import stage_boundaries
+from scale_train.training.parallel.pipeline_gpt import stage_boundaries
 from scale_train.training.trainer import evaluate
 
 STEPS = 4
@@ -124,7 +124,7 @@ def trained_stages(
     rest = train_to(training)
     result = Trained(head.losses + rest.losses, head.norms + rest.norms, evaluate(training), [], point)
     last = {name: param.detach() for name, param in engine.pipeline.named_parameters()}
-    return (engine.axes.data_rank, engine.axes.stages.rank), first, result, last
+    return (engine.batch_group.rank, engine.pipeline.group.rank), first, result, last
 
 
 def test_each_rank_of_several_pipelines_makes_its_own_stages(text: Path, tmp_path: Path) -> None:

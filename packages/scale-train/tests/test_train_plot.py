@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from scale_train.training.plot import draw, plot_loss
+from scale_train.training.reports.plot import draw, plot_loss
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -12,7 +12,7 @@ from scale_core.comm.group import Group
 from scale_train.configuration.checks import option_problems
 from scale_train.errors import InputError
 from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-from scale_train.training.reporters import (
+from scale_train.training.reports.reporters import (
     EvaluationRecord,
     JsonReporter,
     MetricsReporter,

@@ -16,7 +16,7 @@ from scale_snapshot.file_lock import Lock
 from scale_train.cli import main
 from scale_train.errors import InputError
 from scale_train.training import run_lock
-from scale_train.training.reporters import read_metrics
+from scale_train.training.reports.reporters import read_metrics
 from scale_train.training.run_lock import FILE, RunLock
 
 HOLDER = """

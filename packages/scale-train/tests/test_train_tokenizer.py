@@ -18,10 +18,10 @@ from scale_train import DataOptions, ModelOptions, OptimizerOptions, Options, Pa
 from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
 from scale_train.configuration.derived import gpt_config
-from scale_train.data import check_length, read_data, read_text, windows_at
+from scale_train.data.text import check_length, read_data, read_text, windows_at
+from scale_train.data.tokenizer import FileTokenizer, open_tokenizer
 from scale_train.errors import InputError
-from scale_train.model import GPT
-from scale_train.tokenizer import FileTokenizer, open_tokenizer
+from scale_train.model.gpt import GPT
 from scale_train.trained_model.loading import TrainedModel
 from scale_train.training.train import train_language_model
 from scale_train.training.trainer import held_out_starts
@@ -75,7 +75,7 @@ def test_tokens_are_read_from_the_disk_the_next_time(options, monkeypatch):
 
 def test_a_long_text_is_encoded_in_pieces_that_end_with_a_line(tokenizer, monkeypatch):
     opened = open_tokenizer(str(tokenizer))
-    monkeypatch.setattr("scale_train.tokenizer._PIECE_CHARACTERS", 200)
+    monkeypatch.setattr("scale_train.data.tokenizer._PIECE_CHARACTERS", 200)
     (tokens,) = opened.encode(["".join(LINES).encode()])
     assert opened.decode(tokens) == "".join(LINES)
     assert tokens == [

@@ -13,8 +13,8 @@ from lm_trainings import options_for
 from scale_core.comm.group import group_of
 from scale_core.errors import ScaleDistributedError
 from scale_core.testing import run_ranks
+from scale_train.data.tokenizer import ByteTokenizer
 from scale_train.errors import InputError, RanksLost
-from scale_train.tokenizer import ByteTokenizer
 from scale_train.training import train as run
 from scale_train.training.state import TrainState
 from scale_train.training.train import RunSummary, train_language_model

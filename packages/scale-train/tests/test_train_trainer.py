@@ -13,13 +13,14 @@ from lm_trainings import changed, options_for, start
 from scale_core.comm.group import Group, group_of
 from scale_core.launch import StopSignal
 from scale_core.testing import run_ranks
-from scale_train.data import windows_at
+from scale_train.data.text import windows_at
 from scale_train.errors import Interrupted, TrainingDiverged
-from scale_train.model import GPT, ModelConfig
+from scale_train.model.gpt import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.training import trainer as loop
-from scale_train.training.parallelize import make_engine, parallel_axes
-from scale_train.training.reporters import EvaluationRecord, Reporter, StepRecord
+from scale_train.training.parallel.engine import make_engine
+from scale_train.training.parallel.parallelize_gpt import parallel_dims
+from scale_train.training.reports.reporters import EvaluationRecord, Reporter, StepRecord
 from scale_train.training.state import TrainState
 from scale_train.training.trainer import (
     forward_backward,
@@ -167,7 +168,9 @@ CPU = torch.device("cpu")
 def evaluated(parallel: str, group: Group) -> float:
     torch.manual_seed(0)
     options = ParallelOptions(parallel=parallel)
-    engine = make_engine(GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), parallel_axes(group, options), CPU)
+    engine = make_engine(
+        GPT(ModelConfig(1, 16, 2)), options, OptimizerOptions(), parallel_dims(options, group.size), CPU
+    )
     starts = held_out_starts(len(TEXT), 8, 0)
     loss = held_out_loss(engine, TEXT, starts, 8, 4, group)
     assert engine.model.training

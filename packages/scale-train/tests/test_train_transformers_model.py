@@ -18,10 +18,10 @@ from scale_core.testing import run_ranks
 from scale_train import DataOptions, ModelOptions, Options, ParallelOptions, RunOptions
 from scale_train.cli import main
 from scale_train.configuration.checks import option_problems
-from scale_train.data import Sampler, read_text, windows_at
+from scale_train.data.text import Sampler, read_text, windows_at
+from scale_train.data.tokenizer import open_tokenizer
 from scale_train.errors import InputError
 from scale_train.huggingface.model import TransformersSource, export_model
-from scale_train.tokenizer import open_tokenizer
 from scale_train.training.checkpoint import check_same_fields, load
 from scale_train.training.state import LRSchedule
 from scale_train.training.train import train_language_model
@@ -107,9 +107,10 @@ def trained_on_ranks(*asked: Options) -> list[tuple[list[float], dict[str, float
         while not training.is_over:
             train_step(training)
             row = training.loss.clone()
-            if training.engine.axes.data.size > 1:
-                torch.distributed.all_reduce(row, group=training.engine.axes.data.process_group)
-            losses.append(row.item() / training.engine.axes.data.size)
+            data = group_of(training.engine.dims, "loss")
+            if data.size > 1:
+                torch.distributed.all_reduce(row, group=data.process_group)
+            losses.append(row.item() / data.size)
         found.append(losses)
     return found
 

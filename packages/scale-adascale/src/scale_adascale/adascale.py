@@ -71,10 +71,10 @@ class AdaScale(Optimizer):
         debias_ewma: Moving averages are divided by the part of them that was filled, as Adam does; otherwise they begin
             as plain means.
         process_group: The ranks that have other data: all that share the gradients, the default group if None; of a
-            `DistributedPipe` over all ranks, this one alone.
+            `DistributedPipe` over all ranks, this one alone. Of a ParallelDims these are the ranks of `loss`.
         model_parallel_group: The ranks that have other parts of the model for the same data: those of tensor and
             pipeline parallelism. None is the group over which parameters are split in addition to `process_group`, or
-            that of the `DistributedPipe`, if there is one.
+            that of the `DistributedPipe`, if there is one. Of a ParallelDims these are the ranks of `pp` and `tp`.
         options: The power of the gain, how gradients are measured, and the gradient scaler: see `AdaScaleOptions`.
 
     Attributes:

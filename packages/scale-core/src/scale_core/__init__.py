@@ -18,6 +18,7 @@ import logging
 
 from scale_core import torch_patches as _torch_patches  # noqa: F401  # It patches torch at the first shard.
 from scale_core.comm.group import Group, group_of
+from scale_core.comm.mesh import ParallelDims
 from scale_core.consistency.divergence import check_replicas
 from scale_core.consistency.late_ranks import LateRanks
 from scale_core.errors import ContractError, DivergenceError, ScaleDistributedError, StepError, TransferError
@@ -34,6 +35,7 @@ __all__ = [
     "DivergenceError",
     "Group",
     "LateRanks",
+    "ParallelDims",
     "ScaleDistributedError",
     "ShardedGradScaler",
     "StepError",

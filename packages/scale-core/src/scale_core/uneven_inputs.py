@@ -80,7 +80,7 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
         limit_seconds: float | None = None,
     ) -> None:
         self._batches = batches
-        self._group = group_of(process_group)
+        self._group = group_of(process_group, "loss")
         self._samples = samples
         self._limit_seconds = limit_seconds
         self.active = False

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
 from scale_core.comm.group import GroupLike
+from scale_core.comm.mesh import ParallelDims
 from scale_core.consistency.contract import Contract
 from scale_core.flat.buffer import DevicePolicy, ShardGroups
 from scale_core.tree import map_tensors
@@ -106,6 +107,8 @@ def resolve_placement(
     """Returns the devices behind the arguments of `fully_shard`."""
     if compute_device is None and isinstance(mesh, DeviceMesh) and mesh.device_type != "cpu":
         compute_device = mesh.device_type
+    if compute_device is None and isinstance(mesh, ParallelDims) and ranks.whole.backend == "nccl":
+        compute_device = "cuda"
     if offload_policy is None:
         return placement_of(False, False, compute_device, ranks)
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy

@@ -24,6 +24,7 @@ from scale_fsdp.api import (
 from scale_fsdp.fsdp_module import FSDPModule
 from scale_fsdp.mesh_info import resolve_mesh_info
 from scale_fsdp.options import ShardOptions
+from scale_fsdp.runtime.param_registry import managed_params
 from scale_fsdp.runtime.unit import unit_of
 from scale_fsdp.shard_module import check_modules, shard_modules
 
@@ -115,7 +116,7 @@ def _shard(
     options = ShardOptions(**{name: value for name, value in others.items() if name in shared})
     wrapper = WrapperOptions(**{name: value for name, value in others.items() if name not in shared})
     check_modules([module], options.flatten_parameters)
-    ranks = resolve_mesh_info(process_group)
+    ranks = resolve_mesh_info(process_group, (info.param for info in managed_params(module)))
     grads = wrapper.move_params_to_cpu if wrapper.move_grads_to_cpu is None else wrapper.move_grads_to_cpu
     unit_options = UnitOptions.of(
         options,
@@ -163,7 +164,8 @@ class FullyShardedDataParallel(nn.Module):
     Args:
         module: The module to shard; `.module` gives it back. For one that is sharded already there is no other
             argument.
-        process_group: The ranks to shard over: a process group or a DeviceMesh, as `mesh` of `fully_shard`.
+        process_group: The ranks to shard over: a ParallelDims, a process group or a DeviceMesh, as `mesh` of
+            `fully_shard`.
         reshard_after_forward: As for `fully_shard`; the unit that is called first stays gathered.
         mixed_precision: torch's `MixedPrecisionPolicy`; True is fp16 parameters and reduction, and casts inputs where
             the model is entered alone.

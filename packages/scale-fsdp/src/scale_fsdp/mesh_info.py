@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from scale_core.comm.collectives import broadcast, mesh_group, new_group_limit, subgroup_of
+from scale_core.comm.collectives import broadcast, new_group_limit, subgroup_of, two_axes_of
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.mesh import ParallelDims
 from scale_core.flat.buffer import NodeGroups, ShardGroups
+from scale_core.shard import Placement, shard_of
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,39 @@ class MeshInfo:
         return reshard_after_forward != 1
 
 
-def resolve_mesh_info(mesh: GroupLike) -> MeshInfo:
-    """Returns the ranks of a group, or of a mesh of one dimension (shard) or two (replicate, shard)."""
-    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
-        if mesh.ndim > 2:
+def resolve_mesh_info(mesh: GroupLike, params: Iterable[Tensor] = ()) -> MeshInfo:
+    """Returns the ranks of a group, or of a mesh of one dimension (shard) or two (replicate, shard).
+
+    A `ParallelDims` has the axes `dp_replicate` and `fsdp`. If the parameters are of experts that its axis `ep`
+    divides, the ranks with the same experts, `efsdp`, are in place of `fsdp`.
+
+    Raises:
+        ValueError: The mesh has more dimensions, or some parameters are of such experts and others are not.
+    """
+    axes = ("dp_replicate", "fsdp")
+    if isinstance(mesh, ParallelDims) and mesh.ep > 1:
+        expert_ranks = group_of(mesh, "ep").ranks
+        of_experts = {_is_divided_over(expert_ranks, param) for param in params}
+        if len(of_experts) > 1:
             raise ValueError(
-                f"expected a DeviceMesh of one dimension (shard) or two (replicate, shard), got {mesh.ndim} "
-                f"dimensions {mesh.mesh_dim_names}: pass a part of it, such as mesh['replicate', 'shard']"
+                f"fully_shard: the module has experts, which the ranks {list(expert_ranks)} divide, and parameters "
+                "that all of these ranks hold. They are sharded over different ranks. Shard the experts first, for "
+                "example fully_shard(block.moe.experts, dims), and then fully_shard(block, dims)"
             )
-        replicas, shard = (group_of(mesh.get_group(axis)) for axis in (0, 1))
-        return MeshInfo(shard, replicas, mesh_group(mesh))
-    group = group_of(mesh)
-    return MeshInfo(group, Group(), group)
+        if of_experts == {True}:
+            axes = ("dp_replicate", "efsdp")
+    replicas, shard, whole = two_axes_of(mesh, ("replicate", "shard"), alone="shard", axes=axes)
+    return MeshInfo(shard, replicas, whole)
+
+
+def _is_divided_over(ranks: tuple[int, ...], param: Tensor) -> bool:
+    """Whether a layer divides a parameter between these ranks, and perhaps more."""
+    shard = shard_of(param)
+    return (
+        shard is not None
+        and not shard.gathered
+        and any(axis.placement is Placement.SHARD and set(ranks) <= set(axis.group.ranks) for axis in shard.axes)
+    )
 
 
 @functools.cache  # One group for all units that want it: each costs the transport connections and buffers.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -106,10 +106,12 @@ def fully_shard(
     Args:
         module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
             of them runs and released after the last.
-        mesh: The ranks to shard over: a DeviceMesh of one dimension, or a process group. None is the default
-            group, or a world of one where torch.distributed is not initialized. A DeviceMesh of two dimensions is
-            hybrid sharding: the ranks along the second share one copy of the model, those along the first hold copies.
-            Parameters go to the mesh's accelerator, if it is one of such.
+        mesh: The ranks to shard over: a ParallelDims, a DeviceMesh of one dimension, or a process group. None is the
+            default group, or a world of one where torch.distributed is not initialized. A DeviceMesh of two dimensions
+            is hybrid sharding: the ranks along the second share one copy of the model, those along the first hold
+            copies. Parameters go to the mesh's accelerator, if it is one of such. A `scale_core.ParallelDims` has these
+            ranks as `dp_replicate` and `fsdp`. A module whose parameters are experts that `ep` divides is sharded over
+            `efsdp`, the ranks that have the same experts.
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
             to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves
             the parameters sharded over that many neighboring ranks, as those of one node, among which the backward
@@ -146,7 +148,7 @@ def fully_shard(
     ignored = ignored_params or set()
     if shard_placement_fn is not None:
         check_shard_placements(modules, shard_placement_fn, ignored)
-    mesh_info = resolve_mesh_info(mesh)
+    mesh_info = resolve_mesh_info(mesh, _own_params(modules, ignored))
     if options.init is None and stays_on_meta(modules, ignored):
         options = replace(options, init=False)
     unit_options = UnitOptions.of(
@@ -174,6 +176,13 @@ def fully_shard(
             stacklevel=2,
         )
     return module
+
+
+def _own_params(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """The parameters outside of nested units, except ignored ones."""
+    ignored_ids = {id(param) for param in ignored}
+    params = (info.param for module in modules for info in managed_params(module))
+    return (param for param in params if id(param) not in ignored_ids)
 
 
 def check_modules(modules: Sequence[nn.Module], flatten_parameters: bool) -> list[nn.Module]:

@@ -35,7 +35,7 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
 
     Args:
         model: Its experts are divided over this group already.
-        process_group: The ranks that divide the experts; None is the default group.
+        process_group: The ranks that divide the experts, `ep` of a ParallelDims; None is the default group.
 
     Raises:
         ValueError: Parameters are sharded already, so that autograd gives them no gradients.
@@ -54,7 +54,7 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
 
     See also: [the guide to experts](../guides/experts.md).
     """
-    group = group_of(process_group)
+    group = group_of(process_group, "ep")
     replicated = [(name, param) for name, param in model.named_parameters() if not _is_divided_over(group, param)]
     sharded = next((name for name, param in model.named_parameters() if lacks_autograd_hooks(param)), None)
     if sharded is not None:

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from scale_core.comm.collectives import mesh_group
-from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.collectives import two_axes_of
+from scale_core.comm.group import Group, GroupLike
 
 
 class ExpertMesh(NamedTuple):
@@ -33,26 +33,18 @@ ExpertMeshLike: TypeAlias = "GroupLike | ExpertMesh"
 def resolve_expert_mesh(process_group: ExpertMeshLike) -> ExpertMesh:
     """Returns the ranks of a group, or of a mesh of one dimension (expert) or two (expert, tensor).
 
-    All ranks of a mesh call it together. It also takes its own result: for many layers over one mesh.
+    A `ParallelDims` has them as its axes `ep` and `tp`. All ranks of a mesh call it together. It also takes its own
+    result: for many layers over one mesh.
 
     Raises:
         ValueError: The mesh has more dimensions, or its ranks stand in another order.
     """
     if isinstance(process_group, ExpertMesh):
         return process_group
-    if not isinstance(process_group, DeviceMesh) or process_group.ndim == 1:
-        group = group_of(process_group)
-        return ExpertMesh(group, Group(), group)
-    if process_group.ndim != 2:
-        raise ValueError(
-            f"expected a DeviceMesh of one dimension (expert) or two (expert, tensor), got {process_group.ndim} "
-            f"dimensions {process_group.mesh_dim_names}: pass a part of it, such as mesh['expert', 'tensor']"
-        )
-    expert, tensor = (group_of(process_group.get_group(axis)) for axis in (0, 1))
-    mesh = mesh_group(process_group)
-    if mesh.ranks != tuple(process_group.mesh.flatten().tolist()):
+    mesh = ExpertMesh(*two_axes_of(process_group, ("expert", "tensor"), alone="expert", axes=("ep", "tp")))
+    if isinstance(process_group, DeviceMesh) and mesh.whole.ranks != tuple(process_group.mesh.flatten().tolist()):
         raise ValueError(
             f"expected a DeviceMesh whose ranks stand in row-major order, got {process_group.mesh.tolist()}: build it "
             'by init_device_mesh(device, (expert, tensor), mesh_dim_names=("expert", "tensor"))'
         )
-    return ExpertMesh(expert, tensor, mesh)
+    return mesh

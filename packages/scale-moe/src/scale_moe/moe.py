@@ -17,6 +17,7 @@ from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_reduce, exchange
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.mesh import ParallelDims
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.hooks.autograd import in_backward
 from scale_moe.experts import Activation, Experts, with_order_of_rows
@@ -155,11 +156,13 @@ class MoE(nn.Module):
         gated: Experts are down(activation(gate(x)) * up(x)); else down(activation(up(x))).
         activation: A function of tensors.
         shared_expert: A module for [..., dim] that all tokens go through, whose output is added; each rank has it.
-        process_group: The ranks that divide the experts; None is the default group. With a mesh of two dimensions,
-            (expert, tensor), those of the second divide the hidden features of each expert, and have the same tokens.
+        process_group: The ranks that divide the experts, `ep` of a ParallelDims; None is the default group. With a mesh
+            of two dimensions, (expert, tensor), those of the second, `tp` of a ParallelDims, divide the hidden features
+            of each expert, and have the same tokens.
         batch_process_group: The ranks whose tokens are one batch to capacities, expert choice and losses; None is
             the expert axis, where that has all tokens or nothing looks at the batch. With replicas of the experts it is
-            the ranks of both axes, without the tensor axis; `scale_core.Group()` is each rank alone.
+            the ranks of both axes, without the tensor axis; `scale_core.Group()` is each rank alone. If
+            `process_group` is a ParallelDims, None is `loss` of it.
         device: Where the parameters are.
         dtype: Their dtype.
 
@@ -211,9 +214,11 @@ class MoE(nn.Module):
         _check_options(dim, hidden_dim, num_experts, self.routing, self.balance)
         mesh = resolve_expert_mesh(process_group)
         self.group = mesh.expert
+        if batch_process_group is None and isinstance(process_group, ParallelDims):
+            batch_process_group = process_group
         if batch_process_group is None:
             _check_batch(mesh.whole, self.routing, self.balance)
-        self.batch_group = self.group if batch_process_group is None else group_of(batch_process_group)
+        self.batch_group = self.group if batch_process_group is None else group_of(batch_process_group, "loss")
         self.dim, self.num_experts, self.aux_loss_scale = dim, num_experts, 1.0
         self.router = nn.Linear(dim, num_experts, bias=False, device=device, dtype=dtype)
         is_noisy = isinstance(self.routing, TokenChoice) and self.routing.noisy

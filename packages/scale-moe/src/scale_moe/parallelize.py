@@ -56,8 +56,9 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
 
     Args:
         model: On the host, a device or meta. Before it is wrapped and before an optimizer is built.
-        process_group: The ranks that divide the experts; None is the default group. With a mesh of two dimensions,
-            (expert, tensor), those of the second divide the hidden features of each expert, and have the same tokens.
+        process_group: The ranks that divide the experts, `ep` of a ParallelDims; None is the default group. With a mesh
+            of two dimensions, (expert, tensor), those of the second, `tp` of a ParallelDims, divide the hidden features
+            of each expert, and have the same tokens.
 
     Returns:
         The same model.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from scale_core.arguments import checked_arguments
 from scale_core.comm.collectives import all_gather, broadcast, reduce_scatter
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.mesh import ParallelDims
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.flat.packing import group_in_buckets
@@ -65,7 +66,8 @@ class LocalSGD:
         optimizer: The inner optimizer, of parameters of the model.
         sync_every: After how many steps of it the outer step comes.
         outer: The outer step, see `OuterStep`; None is the plain average.
-        process_group: The ranks that train on their own; None is the default group.
+        process_group: The ranks that train on their own; None is the default group. Of a ParallelDims these are the
+            ranks of `dp_replicate`. Shard each of them with `dims.get_mesh("fsdp")`.
         options: The inner optimizer's state, buffers and messages: see `LocalSGDOptions`.
 
     Attributes:
@@ -97,7 +99,7 @@ class LocalSGD:
             model = model.module
         self.model, self.optimizer, self.sync_every = model, optimizer, sync_every
         self.outer, self.inner_state, self.broadcast_buffers = outer, options.inner_state, options.broadcast_buffers
-        self.group = group_of(process_group)
+        self.group = _check_replicas(group_of(process_group, "dp_replicate"), process_group)
         self.num_syncs = self.steps_since_sync = 0
         names = _names_of(model, optimizer, self.group)
         if outer.scale_by_lr and not all("lr" in group for group in optimizer.param_groups):
@@ -361,6 +363,15 @@ class _OuterBucket:
 
     def _event(self, phase: str) -> Event:
         return Event(phase, f"LocalSGD's bucket {self._number}")
+
+
+def _check_replicas(group: Group, process_group: GroupLike) -> Group:
+    if isinstance(process_group, ParallelDims) and group.size == 1 < process_group.world_size:
+        raise ValueError(
+            f"LocalSGD: expected ranks along dp_replicate, which train on their own, got {process_group}: write "
+            "ParallelDims(dp_replicate=the number of replicas)"
+        )
+    return group
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer, group: Group) -> dict[nn.Parameter, str]:

@@ -72,7 +72,7 @@ class OSS(OSSStateDictMixin):
             buffers, but for shards.
         optim: The class of the optimizer.
         process_group: The ranks. None is those between which shards are divided, if all parameters are shards, or
-            else the default group.
+            else the default group. Of a ParallelDims these are the ranks of `edp`, with or without experts.
         broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
             parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
             attribute. Pieces of shards are sent as they are.
@@ -125,7 +125,9 @@ class OSS(OSSStateDictMixin):
         self.gets_reduced_gradients = False  # `ShardedDataParallel` averages gradients into the pieces.
         self.reduced_by: weakref.ref[nn.Module] | None = None  # who does so
         super().__init__(params, dict(defaults))
-        self.shard_group = ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group)
+        self.shard_group = (
+            ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group, "edp")
+        )
         check_no_layer_shards(self.param_groups, self.shard_group)
         self.contract = Contract(self.shard_group, options.limit_seconds)
         self.recorded_steps = self.contract.recorded_steps

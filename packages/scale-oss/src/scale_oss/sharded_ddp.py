@@ -69,7 +69,7 @@ def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group
         raise ValueError("ShardedDataParallel: expected an OSS or several, got none")
     groups = {optimizer.shard_group.ranks for optimizer in optimizers}
     if process_group is not None:
-        groups.add(group_of(process_group).ranks)
+        groups.add(group_of(process_group, "edp").ranks)
     if len(groups) > 1:
         raise ValueError(
             f"ShardedDataParallel and its optimizers are on different ranks: {sorted(map(list, groups))}. Pass the "

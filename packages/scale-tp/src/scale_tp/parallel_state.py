@@ -6,48 +6,23 @@ one process needs no group: there no layer is divided.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from scale_core.arguments import checked_arguments
 from scale_core.comm.fork import forked_error
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.mesh import NewGroups, ParallelDims, new_group_along, rank_groups
 from scale_core.comm.work import limit_of
-from scale_core.compat import new_group_limit, process_groups
+from scale_core.compat import process_groups
 from scale_tp.split import check_size
 
 # The ranks are arange(world).reshape(data, pipeline, context, model), so those that divide a layer are next to each
 # other, as on one machine.
-
-
-class AxisSizes(NamedTuple):
-    """The number of ranks along each axis, the slowest first; their product is the world size."""
-
-    data: int
-    pipeline: int
-    context: int
-    model: int
-
-
-def rank_groups(sizes: AxisSizes, *axes: str) -> list[list[int]]:
-    """The ranks of each group along an axis, or along several together; integers only.
-
-    Example:
-        >>> sizes = AxisSizes(data=2, pipeline=1, context=1, model=2)
-        >>> rank_groups(sizes, "model"), rank_groups(sizes, "data")
-        ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank, coordinates in enumerate(itertools.product(*map(range, sizes))):
-        others = tuple(index for name, index in zip(sizes._fields, coordinates, strict=True) if name not in axes)
-        groups.setdefault(others, []).append(rank)
-    return list(groups.values())
-
+_AXES = ("data", "pipeline", "context", "model")
 
 _axes: dict[str, Group] = {}  # this rank's groups, once the ranks are divided
 
@@ -61,10 +36,12 @@ class _MadeHere:
 DATA_CONTEXT = "data and context"
 """The data and the context axis together: all ranks with the same part of the model."""
 
+_AXIS_OF_DIMS = {"model": "tp", "context": "cp", "pipeline": "pp", "data": "batch", DATA_CONTEXT: "loss"}
+
 
 @checked_arguments
 def initialize_model_parallel(
-    tensor_model_parallel_size: int,
+    tensor_model_parallel_size: int | ParallelDims,
     pipeline_model_parallel_size: int = 1,
     context_parallel_size: int = 1,
     *,
@@ -79,7 +56,8 @@ def initialize_model_parallel(
     The remaining factor of the world is the data axis: `world / (model * pipeline * context)` replicas.
 
     Args:
-        tensor_model_parallel_size: Between how many ranks each layer is divided.
+        tensor_model_parallel_size: Between how many ranks each layer is divided. A `scale_core.ParallelDims` says all
+            sizes and has the groups already: leave the other arguments out.
         pipeline_model_parallel_size: Between how many stages the layers are.
         context_parallel_size: Between how many ranks each sequence is.
         model_parallel_backend: Transport of the groups that divide layers; None is that of the default group.
@@ -90,7 +68,7 @@ def initialize_model_parallel(
 
     Raises:
         TypeError: A size is no integer.
-        ValueError: The sizes don't divide the number of ranks.
+        ValueError: The sizes don't divide the number of ranks; or other arguments stand beside a ParallelDims.
         RuntimeError: It was called before.
 
     Examples:
@@ -106,6 +84,16 @@ def initialize_model_parallel(
         raise RuntimeError(
             f"the ranks are divided already ({_described()}): call scale_tp.destroy_model_parallel() before"
         )
+    if isinstance(tensor_model_parallel_size, ParallelDims):
+        others = (pipeline_model_parallel_size, context_parallel_size)
+        options = (model_parallel_backend, pipeline_backend, cp_backend, ddp_backend, limit_seconds)
+        if others != (1, 1) or any(option is not None for option in options):
+            raise ValueError(
+                "initialize_model_parallel: a ParallelDims has all sizes and groups already: leave the other "
+                "arguments out, and write the sizes as ParallelDims(tp=, pp=, cp=)"
+            )
+        _axes.update({name: group_of(tensor_model_parallel_size, axis) for name, axis in _AXIS_OF_DIMS.items()})
+        return
     everybody = group_of()
     if everybody.state.is_of_parent:
         raise forked_error()
@@ -116,14 +104,12 @@ def initialize_model_parallel(
         context=context_parallel_size,
     )
     timeout = None if limit_seconds is None else timedelta(seconds=limit_of(None, limit_seconds))
-    if timeout is None and everybody.process_group is not None and everybody.backend != "fake":
-        timeout = new_group_limit(everybody.process_group)  # torch's own is half an hour for any group.
     backends = {"model": model_parallel_backend, "context": cp_backend, "pipeline": pipeline_backend}
     backends |= {"data": ddp_backend, DATA_CONTEXT: ddp_backend}
     # Axes may have groups of the same ranks, as those of one rank alone: these are made once.
-    shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
+    made: NewGroups = {}
     groups = {
-        name: _own_group(rank_groups(sizes, *name.split(" and ")), backend, timeout, shared)
+        name: _own_group(rank_groups(sizes, *name.split(" and ")), backend, timeout, made)
         for name, backend in backends.items()
     }
     _axes.update(groups)
@@ -188,14 +174,14 @@ def model_parallel_is_initialized() -> bool:
 
 def tensor_parallel_group(process_group: GroupLike = None) -> Group:
     """Returns the ranks between which a layer is divided."""
-    return group_of(process_group) if process_group is not None else axis_group("model")
+    return group_of(process_group, "tp") if process_group is not None else axis_group("model")
 
 
 def context_parallel_group(process_group: GroupLike = None) -> Group:
     """Returns the ranks that divide a sequence."""
     if process_group is None and _axes and "context" not in _axes:
         return Group()  # Only other axes were set: no sequence is divided.
-    return group_of(process_group) if process_group is not None else axis_group("context")
+    return group_of(process_group, "cp") if process_group is not None else axis_group("context")
 
 
 def axis_group(name: str) -> Group:
@@ -217,7 +203,7 @@ def axis_group(name: str) -> Group:
     return Group()
 
 
-def _sizes(world: int, **inner: int) -> AxisSizes:
+def _sizes(world: int, **inner: int) -> dict[str, int]:
     """Returns the sizes of all axes; the data axis is the remaining factor of the world."""
     for name, size in inner.items():
         check_size(f"the {name} parallel size", size, 1)
@@ -231,31 +217,20 @@ def _sizes(world: int, **inner: int) -> AxisSizes:
             else "choose sizes whose product divides the number of ranks"
         )
         raise ValueError(f"expected {described} to divide the number of ranks, got {world} ranks: {hint}")
-    return AxisSizes(data=world // product, **inner)
+    return {name: inner.get(name, world // product) for name in _AXES}
 
 
 def _own_group(
-    groups: Sequence[Sequence[int]],
-    backend: str | None,
-    timeout: timedelta | None,
-    shared: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup],
+    groups: Sequence[Sequence[int]], backend: str | None, timeout: timedelta | None, made: NewGroups
 ) -> Group:
-    """Makes the groups of one axis and returns this rank's; torch wants every rank to make all of them."""
+    """Makes the groups of one axis and returns this rank's."""
     if not (dist.is_available() and dist.is_initialized()):
         return Group()
-    local_group: dist.ProcessGroup | None = None
-    for ranks in groups:
-        key = (tuple(ranks), backend)
-        if key not in shared:
-            shared[key] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-        if dist.get_rank() in ranks:
-            local_group = shared[key]
-    assert local_group is not None, "each rank is in one group of each axis"
-    return group_of(local_group)
+    return group_of(new_group_along(groups, made, backend=backend, timeout=timeout))
 
 
 def _described() -> str:
-    return ", ".join(f"{name} {_axes[name].size}" for name in AxisSizes._fields if name in _axes)
+    return ", ".join(f"{name} {_axes[name].size}" for name in _AXES if name in _axes)
 
 
 # Megatron's getters. In a world of one rank that was not divided they describe that rank alone; on

@@ -7,7 +7,7 @@ import typing
 if typing.TYPE_CHECKING:
     from scale_train.lm import train
     from scale_train.options import DataOptions, ModelOptions, OptimizerOptions, Options, ParallelOptions, RunOptions
-    from scale_train.training.reporters import initialization_bar, loading_bar
+    from scale_train.training.reports.reporters import initialization_bar, loading_bar
     from scale_train.training.train import RunSummary
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
@@ -28,8 +28,8 @@ __all__ = [
 
 _MODULES = {
     "RunSummary": "scale_train.training.train",
-    "initialization_bar": "scale_train.training.reporters",
-    "loading_bar": "scale_train.training.reporters",
+    "initialization_bar": "scale_train.training.reports.reporters",
+    "loading_bar": "scale_train.training.reports.reporters",
     "train": "scale_train.lm",
 }
 

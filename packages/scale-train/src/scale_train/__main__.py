@@ -8,8 +8,8 @@ from __future__ import annotations
 import signal
 import sys
 
-from scale_train.interrupts import leave_on_ctrl_c
-from scale_train.standard_streams import open_standard_streams
+from scale_train.launch.interrupts import leave_on_ctrl_c
+from scale_train.launch.standard_streams import open_standard_streams
 
 
 def run() -> int:

@@ -17,7 +17,7 @@ from scale_train.configuration.command_line import PRINT_CONFIG, parse_command_l
 from scale_train.configuration.help import overview
 from scale_train.configuration.problems import OptionsError
 from scale_train.configuration.toml_file import to_toml
-from scale_train.interrupts import leave_on_ctrl_c
+from scale_train.launch.interrupts import leave_on_ctrl_c
 from scale_train.options import Options
 
 

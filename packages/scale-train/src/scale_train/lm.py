@@ -7,12 +7,12 @@ import sys
 
 from scale_train.configuration.command_line import with_checked_types
 from scale_train.configuration.problems import OptionsError
-from scale_train.data import check_length, read_data
+from scale_train.configuration.resolve import check_options, num_local_ranks
+from scale_train.data.text import check_length, read_data
 from scale_train.errors import InputError
-from scale_train.launch import RankExit, is_under_torchrun, start_ranks, train_rank
-from scale_train.memory import check_fits
+from scale_train.launch.launcher import RankExit, is_under_torchrun, start_ranks, train_rank
 from scale_train.options import Options
-from scale_train.resolve import check_options, num_local_ranks
+from scale_train.training.memory import check_fits
 from scale_train.training.train import RunSummary
 
 

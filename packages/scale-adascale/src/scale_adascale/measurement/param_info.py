@@ -51,7 +51,7 @@ def all_params(optimizer: Optimizer) -> list[Tensor]:
 
 def data_group_of(optimizer: Optimizer, given: GroupLike) -> Group:
     """The ranks with other data: as given, or all; this one alone where all are stages of one pipeline."""
-    announced, data = pipeline_ranks(all_params(optimizer)), group_of(given)
+    announced, data = pipeline_ranks(all_params(optimizer)), group_of(given, "loss")
     pipeline = Group() if announced is None else announced.ranks
     if pipeline.size == 1:
         return data
@@ -72,7 +72,7 @@ def model_group_of(optimizer: Optimizer, data: Group, given: GroupLike) -> Group
     A rank of a pipeline whose stages have no parameters has none to measure, and is not among them.
     """
     if given is not None:
-        return group_of(given)
+        return group_of(given, "pp", "tp")
     params = all_params(optimizer)
     model_groups = model_split_groups(params, data)
     announced = pipeline_ranks(params)

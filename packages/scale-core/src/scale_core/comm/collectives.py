@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import Literal
+from typing import Literal, NamedTuple
 from weakref import ref
 
 import torch
@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat, fault_points
 from scale_core.comm.fork import forked_error
-from scale_core.comm.group import Group, group_of
+from scale_core.comm.group import Group, GroupLike, group_of, num_dims_error
 from scale_core.comm.group_state import group_state
+from scale_core.comm.mesh import ParallelDims
 from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work, wait_for
 from scale_core.device import buffer_pool
 from scale_core.errors import TransferError
@@ -543,6 +544,38 @@ def mesh_group(mesh: DeviceMesh) -> Group:
         return group_of(compat.flatten_mesh(mesh))
     axes = tuple(group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
     return _mesh_group(axes, tuple(mesh.mesh.flatten().tolist()))
+
+
+class TwoAxes(NamedTuple):
+    """The groups of a rank on two axes, and the group of all ranks of both."""
+
+    first: Group
+    second: Group
+    both: Group
+
+
+def two_axes_of(mesh: GroupLike, names: tuple[str, str], alone: str, axes: tuple[str, str]) -> TwoAxes:
+    """Returns the groups of a `ParallelDims` or of a `DeviceMesh` of two dimensions; all its ranks call it together.
+
+    Args:
+        mesh: A `DeviceMesh` of one dimension, and a process group, have one axis. The other has one rank.
+        names: What the two dimensions of a `DeviceMesh` mean, for its error.
+        alone: Which of them one dimension is.
+        axes: The axes of a `ParallelDims`.
+
+    Raises:
+        ValueError: The mesh has more than two dimensions.
+    """
+    if isinstance(mesh, ParallelDims):
+        first, second = (group_of(mesh, axis) for axis in axes)
+        return TwoAxes(first, second, group_of(mesh, *axes))
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
+        group = group_of(mesh)
+        return TwoAxes(group, Group(), group) if alone == names[0] else TwoAxes(Group(), group, group)
+    if mesh.ndim != 2:
+        raise num_dims_error(mesh, names, alone)
+    first, second = (group_of(mesh.get_group(dim)) for dim in (0, 1))
+    return TwoAxes(first, second, mesh_group(mesh))
 
 
 @cache

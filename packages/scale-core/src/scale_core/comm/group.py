@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
 from scale_core.comm.group_state import GroupState, group_state
+from scale_core.comm.mesh import ParallelDims
 from scale_core.errors import LaunchError
 
 
@@ -25,7 +26,7 @@ class RanksOnly(Protocol):
     def size(self) -> int: ...
 
 
-GroupLike: TypeAlias = "Group | dist.ProcessGroup | DeviceMesh | RanksOnly | None"
+GroupLike: TypeAlias = "Group | ParallelDims | dist.ProcessGroup | DeviceMesh | RanksOnly | None"
 
 
 _SINGLE_RANK_STATE = GroupState()  # shared by all groups without a process group
@@ -72,12 +73,14 @@ class Group:
         return _lookup, (self.rank, self.size, self.ranks)
 
 
-def group_of(process_group: GroupLike = None) -> Group:
+def group_of(process_group: GroupLike = None, *axes: str) -> Group:
     """Returns the `Group` of a process group, mesh or stand-in.
 
     Args:
-        process_group: A process group, a one-dimensional `DeviceMesh`, an object with `rank()` and `size()` whose
-            size is 1, or None: the default group where `torch.distributed` is initialized, else a world of one.
+        process_group: A `ParallelDims`, a process group, a one-dimensional `DeviceMesh`, an object with `rank()` and
+            `size()` whose size is 1, or None: the default group where `torch.distributed` is initialized, else a world
+            of one.
+        axes: The axis of a `ParallelDims` that the caller means, or several together. Without it, all ranks.
 
     Raises:
         LaunchError: None, where a launcher has started several ranks and `torch.distributed` is not initialized: each
@@ -95,6 +98,10 @@ def group_of(process_group: GroupLike = None) -> Group:
     """
     if isinstance(process_group, Group):
         return process_group
+    if isinstance(process_group, ParallelDims):
+        check_initialized()
+        axes = axes or ("world",)
+        return Group() if process_group.size(*axes) == 1 else _from_torch(process_group.process_group(*axes))
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
             check_initialized()
@@ -107,11 +114,7 @@ def group_of(process_group: GroupLike = None) -> Group:
         )
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
-            names = process_group.mesh_dim_names or ("axis",)
-            raise ValueError(
-                f"expected a DeviceMesh of one dimension, got {process_group.ndim} dimensions "
-                f"{process_group.mesh_dim_names}: pass one of them, such as mesh['{names[0]}']"
-            )
+            raise num_dims_error(process_group)
         return _from_torch(process_group.get_group())
     if isinstance(process_group, dist.ProcessGroup):
         return _from_torch(process_group)
@@ -124,8 +127,19 @@ def group_of(process_group: GroupLike = None) -> Group:
             )
         return Group()
     raise TypeError(
-        f"expected a ProcessGroup, a DeviceMesh or None, got {type(process_group).__name__}: "
+        f"expected a ProcessGroup, a DeviceMesh, a ParallelDims or None, got {type(process_group).__name__}: "
         "pass the result of torch.distributed.new_group(), or nothing for the default group"
+    )
+
+
+def num_dims_error(mesh: DeviceMesh, two: tuple[str, ...] = (), alone: str = "") -> ValueError:
+    """The error of a `DeviceMesh` of several dimensions; `two` names those that a caller takes together."""
+    expected, part, names = "", "one of them", (mesh.mesh_dim_names or ("axis",))[:1]
+    if two:
+        expected, part, names = f" ({alone}) or two ({', '.join(two)})", "a part of it", two
+    return ValueError(
+        f"expected a DeviceMesh of one dimension{expected}, got {mesh.ndim} dimensions {mesh.mesh_dim_names}: pass "
+        f"{part}, such as mesh[{', '.join(map(repr, names))}], or a ParallelDims"
     )
 
 

@@ -85,7 +85,8 @@ class DistributedPipe(StageModuleView):
             and the following steps run the schedule that the solver finds for these times.
         balance: The number of layers of each stage, for a sequence.
         chunks: The most micro-batches of a step; a `Schedule` has its own number.
-        process_group: The ranks, in the order of the stages: a `ProcessGroup` or a `DeviceMesh` axis; None for all.
+        process_group: The ranks, in the order of the stages: a `ProcessGroup`, a `DeviceMesh` axis, or a
+            `ParallelDims`, of which it takes `pp`; None for all.
         device: The device to which the stages of this rank are moved; None leaves them where they are. Stages on the
             meta device stay there: give this rank's stages memory and values before the first step.
         checkpoint: "never", "always" or "except_last": the micro-batches whose activations are recomputed in the
@@ -131,7 +132,7 @@ class DistributedPipe(StageModuleView):
         super().__init__()
         check_checkpoint(checkpoint)
         options = options or PipelineOptions()
-        self.group = group_of(process_group)
+        self.group = group_of(process_group, "pp")
         self.checkpoint: Checkpoint = checkpoint
         stages_per_rank = options.stages_per_rank or infer_stages_per_rank(module, self.group.size, balance)
         self._schedule = get_schedule(schedule, self.group.size, chunks, stages_per_rank)

@@ -21,9 +21,9 @@ from scale_core.launch import init_distributed
 from scale_tools.doctor.environment import Finding, look
 from scale_tools.doctor.options import DoctorOptions
 from scale_tools.doctor.self_test import MOST_DIFFERENCE, SelfTest, run_self_test
+from scale_train.configuration.resolve import resolve_device
 from scale_train.errors import InputError, reported
-from scale_train.launch import is_under_torchrun, launch_and_collect, shortened
-from scale_train.resolve import resolve_device
+from scale_train.launch.launcher import is_under_torchrun, launch_and_collect, shortened
 
 FAILED = 1
 _RANKS = 2

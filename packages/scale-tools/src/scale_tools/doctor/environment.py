@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import scale_train
 from scale_core import compat
-from scale_train.memory import format_bytes, machine_bytes
+from scale_train.training.memory import format_bytes, machine_bytes
 
 DISTRIBUTIONS = (
     "scale-core",

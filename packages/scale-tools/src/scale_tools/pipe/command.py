@@ -18,8 +18,8 @@ from scale_pipe.schedules.visualize import save_drawing
 from scale_tools.pipe.measurement import measure
 from scale_tools.pipe.options import ListOptions, PipeOptions, ShowOptions
 from scale_tools.pipe.text_drawing import draw_text, legend
+from scale_train.configuration.resolve import MAX_RANKS_PER_CORE
 from scale_train.errors import InputError, RanksLost, reason_of, reported
-from scale_train.resolve import MAX_RANKS_PER_CORE
 
 _LEAST_WIDTH, _MOST_RANKS, _MOST_CHUNKS = 40, 1024, 4096
 

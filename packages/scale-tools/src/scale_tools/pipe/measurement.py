@@ -10,7 +10,7 @@ from scale_pipe import DistributedPipe, PipelineOptions
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import ScheduleSimulation
 from scale_train.errors import RanksLost
-from scale_train.launch import launch_and_collect
+from scale_train.launch.launcher import launch_and_collect
 
 WIDTH, ROWS, STEPS = 256, 64, 4
 LIMIT_SECONDS, GRACE_SECONDS = 60.0, 10.0

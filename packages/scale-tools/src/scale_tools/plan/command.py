@@ -28,8 +28,8 @@ from scale_tools.plan.report import as_json, draw, print_plan
 from scale_tools.plan.rows import judge, suggest
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.configuration.checks import expert_problems, number_problem
+from scale_train.configuration.resolve import expert_parallel_problem, model_config, parse_bytes
 from scale_train.errors import InputError, reported
-from scale_train.resolve import expert_parallel_problem, model_config, parse_bytes
 
 NOTHING_FITS = 1
 

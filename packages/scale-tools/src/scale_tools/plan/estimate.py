@@ -26,9 +26,11 @@ from scale_check.simulate.memory import Memory
 from scale_checkpoint import apply_checkpointing
 from scale_checkpoint.wrapper import How
 from scale_core.comm.group import Group, group_of
+from scale_core.comm.mesh import ParallelDims
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_numel
 from scale_core.tree import map_tensors, tensors_in
+from scale_fsdp import ShardOptions
 from scale_fsdp.wrapping.auto_wrap import plan_units
 from scale_moe import Experts
 from scale_oss import OSS, ShardedDataParallel
@@ -45,10 +47,9 @@ from scale_tools.plan.strategies import Strategy
 from scale_tp import context_parallel, parallelize, position_ids, split_sequence
 from scale_train.errors import InputError
 from scale_train.options import ParallelOptions
-from scale_train.training.parallelize import (
+from scale_train.training.parallel.parallelize_gpt import (
     COMPUTE_DTYPES,
-    MeshAxes,
-    parallel_axes,
+    parallel_dims,
     shard_stage,
     shard_units,
     sharding_of,
@@ -142,13 +143,13 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
     dtype, asked = COMPUTE_DTYPES.get(options.precision), strategy.parallel_options(options.precision)
     with simulate(world_size=strategy.ranks, device="sim" if strategy.has_host_memory else "cpu") as simulation:
         with simulation.aside():
-            axes = _axes(planned, asked)
+            dims = _dims(asked)
         # On the host, where shards that are offloaded stay.
-        model, loss = _build(planned, axes)
+        model, loss = _build(planned, dims)
         _checkpoint(planned, strategy, model)
-        if axes.model.size > 1:
-            parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
-        called, optimizer = _parallelized(planned, asked, model, axes, simulation)
+        if dims.tp > 1:
+            parallelize(model, planned.tensor_plan, dims, attention_rules=planned.attention_rules)
+        called, optimizer = _parallelized(planned, asked, model, dims, simulation)
         scaler = ShardedGradScaler(enabled=dtype == torch.float16)
         batch = options.batch // strategy.data_ranks
         offloaded = 0  # Bytes of activations.
@@ -157,7 +158,7 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
             nonlocal offloaded
             tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
             before = simulation.on("cpu").current_bytes
-            with _divided_sequence(axes) as divide:
+            with _divided_sequence(dims) as divide:
                 with _autocast(None if asked.parallel == "fsdp" else dtype):
                     found = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
                 if strategy.offload:
@@ -172,34 +173,35 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         flops = _two_steps(step, simulation)
         updated = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
         if isinstance(optimizer, OSS):
-            updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // axes.data.size
-        return _read(strategy, simulation, flops, updated, axes, offloaded)
+            updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // dims.size("loss")
+        return _read(strategy, simulation, flops, updated, dims, offloaded)
 
 
 @contextmanager
-def _divided_sequence(axes: MeshAxes) -> Iterator[Callable[..., Tensor]]:
+def _divided_sequence(dims: ParallelDims) -> Iterator[Callable[..., Tensor]]:
     """Around a forward and its backward; gives what calls a loss with this rank's part of the sequences."""
-    context = axes.context
-    if context.size == 1:
+    if dims.cp == 1:
         yield lambda loss, *arguments: loss(*arguments)
         return
 
     def divided(loss: object, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        positions = position_ids(tokens.shape[1], context, device=tokens.device)
-        tokens, targets = (split_sequence(each, context) for each in (tokens, targets))
+        positions = position_ids(tokens.shape[1], dims, device=tokens.device)
+        tokens, targets = (split_sequence(each, dims) for each in (tokens, targets))
         found: Tensor = model(tokens, targets, positions=positions)
         return found
 
-    with context_parallel(context):
+    with context_parallel(dims):
         yield divided
 
 
-def _build(planned: PlannedModel, axes: MeshAxes) -> Built:
-    return planned.build() if planned.build_over is None else planned.build_over(axes.expert_groups)
+def _build(planned: PlannedModel, dims: ParallelDims) -> Built:
+    return planned.build() if planned.build_over is None else planned.build_over(dims)
 
 
-def _axes(planned: PlannedModel, asked: ParallelOptions) -> MeshAxes:
-    return parallel_axes(group_of(), asked, with_experts=planned.build_over is not None)
+def _dims(asked: ParallelOptions) -> ParallelDims:
+    dims = parallel_dims(asked, group_of().size)
+    group_of(dims)  # The groups are made aside.
+    return dims
 
 
 def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
@@ -213,19 +215,20 @@ def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
 
 
 def _parallelized(
-    planned: PlannedModel, asked: ParallelOptions, model: nn.Module, axes: MeshAxes, simulation: Simulation
+    planned: PlannedModel, asked: ParallelOptions, model: nn.Module, dims: ParallelDims, simulation: Simulation
 ) -> tuple[nn.Module, Optimizer]:
     """Returns what is called, and the optimizer, as `make_engine` makes them of a GPT."""
     arguments: dict[str, Any] = {"lr": 1e-3, "fused": True}
     if asked.parallel == "fsdp":
-        shard_units(model, planned.blocks(model), axes, compute_device=simulation.device, **sharding_of(asked))
+        shard_options = ShardOptions(compute_device=simulation.device)
+        shard_units(model, planned.blocks(model), dims, options=shard_options, **sharding_of(asked))
         return model, AdamW(model.parameters(), **arguments)
     if asked.parallel == "sharded-ddp":
-        optimizer = OSS(model.parameters(), AdamW, axes.data, **arguments)
+        optimizer = OSS(model.parameters(), AdamW, dims, **arguments)
         return ShardedDataParallel(model, optimizer), optimizer
-    _reduce_gradients(model, axes.data, simulation)
+    _reduce_gradients(model, group_of(dims, "loss"), simulation)
     if asked.parallel == "oss":
-        return model, OSS(model.parameters(), AdamW, axes.data, **arguments)
+        return model, OSS(model.parameters(), AdamW, dims, **arguments)
     return model, AdamW(model.parameters(), **arguments)
 
 
@@ -276,21 +279,21 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
     asked, size = strategy.parallel_options(options.precision), options.batch // strategy.data_ranks // strategy.chunks
     with simulate(world_size=strategy.ranks) as simulation:
         with simulation.aside():
-            axes = _axes(planned, asked)
-        model, stage, passed = _stage(planned, strategy, axes, rank, (size, options.sequence))
+            dims = _dims(asked)
+        model, stage, passed = _stage(planned, strategy, dims, rank, (size, options.sequence))
         if strategy.shards_stages:
-            shard_stage(stage, model, axes, asked)
+            shard_stage(stage, model, dims, asked)
         del model  # The other stages.
         # Pipelines beside each other average whole stages by DistributedDataParallel, which keeps buckets as well.
-        has_buckets = axes.wrapped.size > 1 and not strategy.shards_stages
+        has_buckets = dims.size("edp") > 1 and not strategy.shards_stages
         buckets = [torch.zeros_like(param) for param in stage.parameters()] if has_buckets else []
         for bucket in buckets:
             simulation.label(bucket, "reduction")
         step = _step_of_stage(stage, passed[rank], strategy, asked, rank, averages=has_buckets)
         flops = _two_steps(step, simulation)
         params = sum(param.numel() for param in stage.parameters())
-        found = _read(strategy, simulation, flops, params, axes)
-        reduced = 0 if strategy.shards_stages else _averaged_bytes(stage, axes)
+        found = _read(strategy, simulation, flops, params, dims)
+        reduced = 0 if strategy.shards_stages else _averaged_bytes(stage, dims)
     neighbors = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
     exchanged = strategy.chunks * sum(
         tensor.nbytes for given in neighbors for tensor in tensors_in(given) if tensor.is_floating_point()
@@ -298,13 +301,13 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
     return _with_messages(found, exchanged, reduced)
 
 
-def _averaged_bytes(stage: nn.Module, axes: MeshAxes) -> int:
+def _averaged_bytes(stage: nn.Module, dims: ParallelDims) -> int:
     """What a rank sends where stages are whole: averages of all, and of what is not divided over the expert axis."""
     all_bytes, of_experts = (
         4 * sum(param.numel() for module in modules for param in module.parameters())
         for modules in ([stage], [module for module in stage.modules() if isinstance(module, Experts)])
     )
-    sums = ((axes.wrapped.size, all_bytes), (axes.expert.size, all_bytes - of_experts))
+    sums = ((dims.size("edp"), all_bytes), (dims.ep, all_bytes - of_experts))
     return sum(2 * (size - 1) * num_bytes // size for size, num_bytes in sums)
 
 
@@ -372,15 +375,17 @@ class _BuiltStage(NamedTuple):
     inputs: list[tuple[Tensor, ...]]
 
 
-def _stage(planned: PlannedModel, strategy: Strategy, axes: MeshAxes, rank: int, shape: tuple[int, int]) -> _BuiltStage:
+def _stage(
+    planned: PlannedModel, strategy: Strategy, dims: ParallelDims, rank: int, shape: tuple[int, int]
+) -> _BuiltStage:
     """Builds and cuts the model; tokens have the shape `shape`."""
-    model, _ = _build(planned, axes)
+    model, _ = _build(planned, dims)
     cuts = planned.cuts(model, strategy.model_ranks)
     if cuts is None:
         raise ValueError(f"nothing says where {planned.title} is cut into stages: see scale_pipe.split")
     _checkpoint(planned, strategy, model)
-    if axes.model.size > 1:
-        parallelize(model, planned.tensor_plan, axes.model, attention_rules=planned.attention_rules)
+    if dims.tp > 1:
+        parallelize(model, planned.tensor_plan, dims, attention_rules=planned.attention_rules)
     stages = split(model, cuts)
     tokens = torch.zeros(shape, dtype=torch.int64)
     passed: list[tuple[Tensor, ...]] = [(tokens, tokens)]
@@ -408,15 +413,15 @@ def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
 
 
 def _read(
-    strategy: Strategy, simulation: Simulation, flops: int, updated: int, axes: MeshAxes, offloaded: int = 0
+    strategy: Strategy, simulation: Simulation, flops: int, updated: int, dims: ParallelDims, offloaded: int = 0
 ) -> Estimate:
     """What the simulation has counted of the second step."""
     on_host = strategy.parallel == "fsdp-offload"
     inside = overlapped = after = 0
     for collective in simulation.collectives:
-        in_ring = axes.context.size > 1 and collective.ranks == axes.context.ranks  # It runs beside its attention.
+        in_ring = dims.cp > 1 and collective.ranks == group_of(dims, "cp").ranks  # It runs beside its attention.
         waits = collective.op == "all_to_all" and not in_ring
-        if waits or (axes.model.size > 1 and collective.ranks == axes.model.ranks):
+        if waits or (dims.tp > 1 and collective.ranks == group_of(dims, "tp").ranks):
             inside += collective.bytes_sent
         elif collective.phase == "step":
             after += collective.bytes_sent

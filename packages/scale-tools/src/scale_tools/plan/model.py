@@ -12,18 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from scale_core.comm.group import Group, GroupLike
 from scale_fsdp import class_policy, no_split_policy
 from scale_fsdp.wrapping.policy import Policy
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.strategies import NAMED_BLOCKS
 from scale_tp.attention_heads import AttentionRule
 from scale_tp.conversion.styles import Plan
+from scale_train.configuration.resolve import model_config
 from scale_train.errors import InputError
 from scale_train.huggingface.model import transformers_config
-from scale_train.model import GPT, Block, ExpertGroups, ModelConfig
+from scale_train.model.gpt import GPT, Block, ModelConfig
 from scale_train.options import ModelOptions, Options
-from scale_train.resolve import model_config
-from scale_train.training.parallelize import ATTENTION_RULE, stage_boundaries, tensor_plan
+from scale_train.training.parallel.parallelize_gpt import ATTENTION_RULE, tensor_plan
+from scale_train.training.parallel.pipeline_gpt import stage_boundaries
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 """Of a model, tokens `[batch, sequence]` and targets of the same shape, both int64: a scalar."""
@@ -58,7 +60,7 @@ class PlannedModel:
     attention_rules: tuple[AttentionRule, ...] = ()
     size: str | None = None
     policy: str = NAMED_BLOCKS
-    build_over: Callable[[ExpertGroups], Built] | None = None
+    build_over: Callable[[GroupLike], Built] | None = None
 
     def cuts(self, model: nn.Module, num_stages: int) -> list[str] | None:
         """Returns the names of the modules at which stages of a pipeline begin; None where nothing says so."""
@@ -88,8 +90,8 @@ def planned_model(options: PlanOptions) -> PlannedModel:
     title = f"GPT of {config.layers} blocks, width {config.width}, {config.heads} heads, {config.vocabulary} tokens"
     title += f", {config.experts} experts of which a token has {config.top_k}" if config.experts else ""
 
-    def build(groups: ExpertGroups = ExpertGroups()) -> Built:  # noqa: B008  # immutable
-        return Built(GPT(config, groups), _returned_loss)
+    def build(mesh: GroupLike = Group()) -> Built:  # noqa: B008  # immutable
+        return Built(GPT(config, mesh), _returned_loss)
 
     return PlannedModel(
         title,

@@ -9,7 +9,7 @@ from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.step_time import device_seconds, rates_of, step_seconds
 from scale_tools.plan.strategies import ranks_per_host
-from scale_train.resolve import parse_bytes
+from scale_train.configuration.resolve import parse_bytes
 
 GIB = 2**30
 

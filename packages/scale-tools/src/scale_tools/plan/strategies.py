@@ -59,12 +59,11 @@ class Strategy:
         return self.ranks // (self.model_ranks * self.tensor_ranks * self.context_ranks)
 
     @property
-    def expert_axes(self) -> dict[str, int]:
-        """The axes that ranks with experts stand in, by name, as `scale-train lm` has them."""
-        stages, model = (self.model_ranks, self.tensor_ranks) if self.parallel == "pipe" else (1, self.model_ranks)
-        replicas = self.ranks // (self.expert_ranks * stages * model)
-        divides = "tensor" if self.parallel == "pipe" else "model"
-        return {"replica": replicas, "expert": self.expert_ranks, "pipe": stages, divides: model}
+    def axis_sizes(self) -> dict[str, int]:
+        """The arguments of a `ParallelDims` of its ranks; the other axes have one rank, or what is left."""
+        stages, tensor = (self.model_ranks, self.tensor_ranks) if self.parallel == "pipe" else (1, self.model_ranks)
+        sizes = {"cp": self.context_ranks, "tp": tensor, "pp": stages, "ep": self.expert_ranks}
+        return {name: size for name, size in sizes.items() if size > 1}
 
     @property
     def has_host_memory(self) -> bool:
@@ -151,17 +150,12 @@ class Strategy:
     def python(self, precision: str, *, with_experts: bool = False, policy: str = NAMED_BLOCKS) -> list[str]:
         """What to write around a model, with experts or without, line by line; `policy` names its blocks."""
         lines = [line.replace(NAMED_BLOCKS, policy) for line in self._techniques(precision)]
-        axes = {name: size for name, size in self.expert_axes.items() if size > 1 or name == "expert"}
-        divides = next((name for name in ("model", "tensor") if name in axes), "")
-        if with_experts and (self.expert_ranks > 1 or divides):
-            mesh = f"init_device_mesh(device.type, {tuple(axes.values())}, mesh_dim_names={tuple(axes)})"
-            both = "  # 'data' is replica and expert" * any("mesh['data']" in line for line in lines)
-            experts = f"mesh['expert', '{divides}']" if divides else "mesh['expert']"
-            lines = [
-                f"mesh = {mesh}{both}",
-                f"model = build()  # its layers with MoE(..., process_group={experts})",
-                *lines,
-            ]
+        sizes = self.axis_sizes
+        if with_experts and ("ep" in sizes or "tp" in sizes):
+            lines = ["model = build()  # its layers with MoE(..., process_group=dims)", *lines]
+        if sizes:
+            arguments = ", ".join(f"{name}={size}" for name, size in sizes.items())
+            lines = [f"dims = scale_core.ParallelDims({arguments})", *lines]
         return [*self._checkpointing(), *lines]
 
     def _techniques(self, precision: str) -> list[str]:
@@ -194,21 +188,20 @@ class Strategy:
         return [*wrapped.get(self.parallel, [_ADAMW]), *_scaler(precision), *_autocast(precision)]
 
     def _pipeline(self, precision: str) -> list[str]:
-        lines = ["scale_tp.parallelize(model, plan, mesh['tensor'])"] * (self.tensor_ranks > 1)
+        lines = [_DIVIDED_LAYERS] * (self.tensor_ranks > 1)
         lines += [
             f"pipe = scale_pipe.DistributedPipe(scale_pipe.split(model, cuts), '1f1b', chunks={self.chunks}, "
-            "process_group=mesh['pipe'].get_group())"
+            "process_group=dims)"
         ]
         step = f"loss = pipe.step(tokens, targets{', loss_fn=scaler.scale' * (precision == 'fp16')})"
         if self.shards_stages:
-            units = ", ".join(["stage", NAMED_BLOCKS, "mesh=mesh['data']", *_policy(precision)])
+            units = ", ".join(["stage", NAMED_BLOCKS, "mesh=dims", *_policy(precision)])
             lines += self._sharded_experts(precision)
             lines += [f"for stage in pipe.stages.values(): scale_fsdp.fully_shard_modules({units})"]
         else:
-            axis, average = "data", "scale_moe.average_replicated_gradients(stage, mesh['expert'])"
-            if self.expert_ranks > 1:
-                axis, lines = "replica", [*lines, f"for stage in pipe.stages.values(): {average}"]
-            replica = f"DistributedDataParallel(pipe.stages[index], process_group=mesh['{axis}'].get_group())"
+            average = "scale_moe.average_replicated_gradients(stage, dims)"
+            lines += [f"for stage in pipe.stages.values(): {average}"] * (self.expert_ranks > 1)
+            replica = "DistributedDataParallel(pipe.stages[index], process_group=dims.process_group('edp'))"
             replicas = self.data_ranks // self.expert_ranks
             lines += [f"for index in pipe.stages: pipe.stages[index] = {replica}"] * (replicas > 1)
         steps = [step] if self.shards_stages else _autocast(precision, step) or [step]
@@ -218,30 +211,28 @@ class Strategy:
         """fsdp, by itself or between ranks that divide layers, sequences or experts."""
         lines = [_DIVIDED_LAYERS] * (self.model_ranks > 1)
         lines += self._sharded_experts(precision)
-        # Where ranks divide sequences, the data axis has those of the context axis in it.
-        mesh = ["mesh=mesh['data']"] * (self.model_ranks * self.context_ranks > 1)
+        mesh = ["mesh=dims"] * bool(self.axis_sizes)
         offload = ["offload_policy=CPUOffloadPolicy()"] * (self.parallel == "fsdp-offload")
         units = ", ".join(["model", NAMED_BLOCKS, *mesh, *_policy(precision), *offload])
         lines += [f"scale_fsdp.fully_shard_modules({units})", _ADAMW, *_scaler(precision)]
         if self.context_ranks > 1:
             loss = "model(tokens, targets, positions=positions)"
             lines += [
-                "tokens, targets = (scale_tp.split_sequence(each, mesh['context']) for each in (tokens, targets))",
-                "positions = scale_tp.position_ids(sequence, mesh['context'], device=device)",
-                "with scale_tp.context_parallel(mesh['context']):",
+                "tokens, targets = (scale_tp.split_sequence(each, dims) for each in (tokens, targets))",
+                "positions = scale_tp.position_ids(sequence, dims, device=device)",
+                "with scale_tp.context_parallel(dims):",
                 f"    {f'scaler.scale({loss})' if precision == 'fp16' else loss}.backward()",
             ]
         return lines
 
     def _sharded_experts(self, precision: str) -> list[str]:
         """Experts that ranks divide are sharded among those that have the same ones."""
-        replicas = "mesh['replica']" if self.expert_axes["replica"] > 1 else "scale_core.Group()"
-        experts = ", ".join(["block.moe.experts", replicas, *_policy(precision)])
+        experts = ", ".join(["block.moe.experts", "dims", *_policy(precision)])
         return [f"for block in blocks: scale_fsdp.fully_shard({experts})"] * (self.expert_ranks > 1)
 
 
 _ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)"
-_DIVIDED_LAYERS = "scale_tp.parallelize(model, plan, mesh['model'])"
+_DIVIDED_LAYERS = "scale_tp.parallelize(model, plan, dims)"
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 

@@ -45,9 +45,9 @@ from scale_tools.snapshot.options import (
     SnapshotOptions,
     VerifyOptions,
 )
+from scale_train.configuration.resolve import parse_bytes
 from scale_train.errors import InputError, reason_of, reported
-from scale_train.memory import format_bytes
-from scale_train.resolve import parse_bytes
+from scale_train.training.memory import format_bytes
 
 FOUND = 1
 """The exit code of what was looked for: damage, or a difference."""

@@ -12,7 +12,7 @@ from scale_snapshot import DamagedSnapshotError, NewerSnapshotError, SnapshotErr
 from scale_snapshot.convert.snapshots import describe_snapshot
 from scale_snapshot.foreign import Format, recognize
 from scale_train.errors import InputError
-from scale_train.memory import format_bytes
+from scale_train.training.memory import format_bytes
 
 COMPLETE, DAMAGED, NEWER, UNFINISHED, OTHER = "complete", "damaged", "newer", "unfinished", "not readable"
 READ_NOW = "being read"  # The state of one that is therefore not removed

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from scale_core.comm.group import Group, GroupLike, group_of
+from scale_core.comm.mesh import ParallelDims
 from scale_tp.attention.load_balance import split_sequence
 from scale_tp.attention.padding import padding_mask
 from scale_tp.comm import all_reduce_sum
@@ -28,7 +29,7 @@ def num_tokens_per_rank(targets: Tensor, process_group: GroupLike = None, *, ign
 
     Args:
         targets: [batch, positions held], this rank's shard.
-        process_group: The ranks whose gradients are averaged; None is the data and the context axis of
+        process_group: The ranks whose gradients are averaged. None is the data and the context axis of
             `initialize_model_parallel` together, or this process alone.
         ignore_index: Of targets that do not count.
 
@@ -46,7 +47,7 @@ def num_tokens_per_rank(targets: Tensor, process_group: GroupLike = None, *, ign
 
     See also: [the guide to context parallel](../guides/context-parallel.md).
     """
-    ranks = group_of(process_group) if process_group is not None else axis_group(DATA_CONTEXT)
+    ranks = group_of(process_group, "loss") if process_group is not None else axis_group(DATA_CONTEXT)
     return all_reduce_sum((targets != ignore_index).sum(), ranks).float() / ranks.size
 
 
@@ -76,7 +77,7 @@ def get_batch_on_this_cp_rank(
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
             this process alone.
         loss_process_group: The ranks whose gradients are averaged; None is the data and the context axis together. It
-            is needed where there are labels and `process_group` is given.
+            is needed where there are labels and `process_group` is a group.
         is_causal: Whether the model predicts the token after each position, from it and those before.
         ignore_index: Of labels that do not count. Another than -100 is in the part of a batch with labels, for the
             model's loss.
@@ -187,6 +188,8 @@ def _check_not_packed(positions: Tensor, real: Tensor | None) -> None:
 def _default_loss_ranks(process_group: GroupLike, ranks: Group) -> Group:
     if process_group is None:
         return axis_group(DATA_CONTEXT)
+    if isinstance(process_group, ParallelDims):
+        return group_of(process_group, "loss")
     world = group_of()
     if ranks.size == world.size:
         return ranks

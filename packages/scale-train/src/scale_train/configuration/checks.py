@@ -12,9 +12,9 @@ from typing import Any
 
 from scale_train.configuration.derived import budget_bytes, gpt_config
 from scale_train.configuration.fields import option_fields
+from scale_train.data.tokenizer import open_tokenizer, tokenizer_of
 from scale_train.huggingface.config import number_in, read_config
 from scale_train.options import ModelOptions, Options
-from scale_train.tokenizer import open_tokenizer, tokenizer_of
 
 LIMITS: dict[str, tuple[float, float]] = {
     "sequence": (1, 10**7),

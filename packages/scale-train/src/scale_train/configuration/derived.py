@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from scale_train.data.tokenizer import open_tokenizer, tokenizer_of
 from scale_train.huggingface.config import attention_width_in, read_config, shape_in
-from scale_train.model_config import SIZES, ModelConfig, ModelSize
+from scale_train.model.config import SIZES, ModelConfig, ModelSize
 from scale_train.options import Options
-from scale_train.tokenizer import open_tokenizer, tokenizer_of
 
 
 def model_shape(options: Options) -> ModelSize:

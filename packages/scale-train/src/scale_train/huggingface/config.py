@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from scale_train.model_config import ModelSize
+from scale_train.model.config import ModelSize
 
 _NAMES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),

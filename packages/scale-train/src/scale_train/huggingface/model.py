@@ -17,9 +17,9 @@ from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_snapshot import SnapshotError, load_pretrained, save_pretrained
 from scale_snapshot.pretrained.materialize import materialize
+from scale_train.data.tokenizer import FileTokenizer, Tokenizer
 from scale_train.errors import InputError
 from scale_train.huggingface.config import config_file, has_weights, read_config
-from scale_train.tokenizer import FileTokenizer, Tokenizer
 
 _SOURCE_FILES = ("generation_config.json", "chat_template.jinja")
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")

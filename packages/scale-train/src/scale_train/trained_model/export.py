@@ -5,7 +5,7 @@ from __future__ import annotations
 from scale_core.comm.group import Group
 from scale_train.errors import InputError, reported
 from scale_train.huggingface.model import export_model
-from scale_train.model import GPT
+from scale_train.model.gpt import GPT
 from scale_train.trained_model.loading import open_trained_model
 from scale_train.trained_model.options import ExportOptions
 

@@ -16,12 +16,12 @@ from scale_snapshot.format.metadata import read_manifest
 from scale_snapshot.format.state_codec import decode_extra
 from scale_snapshot.pretrained.materialize import materialize
 from scale_snapshot.read_lock import ReadLock
+from scale_train.data.tokenizer import BYTE, Tokenizer, open_tokenizer, tokenizer_file
 from scale_train.errors import InputError
 from scale_train.huggingface.config import has_weights, number_in, read_config
 from scale_train.huggingface.model import build_on_meta
-from scale_train.model import GPT
-from scale_train.model_config import ModelConfig
-from scale_train.tokenizer import BYTE, Tokenizer, open_tokenizer, tokenizer_file
+from scale_train.model.config import ModelConfig
+from scale_train.model.gpt import GPT
 from scale_train.training.checkpoint import CHECKPOINTS, PROGRAM
 
 _MOST_POSITIONS = 1024  # of a window, where nothing says how long one is

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_train.data import read_text, windows_at
+from scale_train.configuration.resolve import resolve_device
+from scale_train.data.text import read_text, windows_at
 from scale_train.errors import InputError, reported
-from scale_train.model import without_cache
-from scale_train.resolve import resolve_device
+from scale_train.model.gpt import without_cache
 from scale_train.trained_model.loading import open_trained_model
 from scale_train.trained_model.options import PplOptions
 

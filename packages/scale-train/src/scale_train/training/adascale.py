@@ -16,21 +16,21 @@ from scale_adascale import AdaScale, AdaScaleOptions, suggest_batch_size
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_pipe.microbatch import micro_batch_sizes
 from scale_train.options import Options
-from scale_train.training.parallelize import Engine
+from scale_train.training.parallel.engine import Engine
 
 
 def with_adascale(engine: Engine, options: Options, scaler: ShardedGradScaler) -> Optimizer:
     """The engine's optimizer, with AdaScale around it if that was asked for."""
     if not options.optimizer.adascale:
         return engine.optimizer
-    pipeline, number, axes = engine.pipeline, options.parallel.accumulate, engine.axes
+    pipeline, number, dims = engine.pipeline, options.parallel.accumulate, engine.dims
     if pipeline is not None:  # Of few sequences there are fewer micro-batches than chunks.
-        number = len(micro_batch_sizes(options.data.batch // axes.num_data, options.parallel.chunks))
+        number = len(micro_batch_sizes(options.data.batch // dims.size("batch"), options.parallel.chunks))
     return AdaScale(
         engine.optimizer,
         scale=options.optimizer.adascale_scale or None,
         num_gradients_to_accumulate=number,
-        process_group=axes.data,
+        process_group=dims,
         model_parallel_group=None if pipeline is None else pipeline.group,
         options=AdaScaleOptions(grad_scaler=scaler),
     )

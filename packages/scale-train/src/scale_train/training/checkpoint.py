@@ -34,10 +34,10 @@ from scale_snapshot.format.metadata import JSON, read_manifest
 from scale_snapshot.format.state_codec import decode_extra
 from scale_train.errors import InputError, reason_of
 from scale_train.huggingface.model import config_facts
-from scale_train.model_config import ModelConfig
+from scale_train.model.config import ModelConfig
 from scale_train.options import Options, RunOptions
 from scale_train.training.finite import describe_nonfinite
-from scale_train.training.parallelize import PipelineEngine
+from scale_train.training.parallel.pipeline_gpt import PipelineEngine
 from scale_train.training.run_lock import RunLock
 from scale_train.training.state import TrainState
 

@@ -16,16 +16,18 @@ from scale_adascale import AdaScale
 from scale_core.comm.group import Group
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_snapshot import AsyncSave
-from scale_train.data import Sampler, Text
+from scale_train.configuration.resolve import model_config, resolve_device
+from scale_train.data.text import Sampler, Text
 from scale_train.huggingface.model import TransformersSource
-from scale_train.model import GPT
+from scale_train.model.gpt import GPT
 from scale_train.options import Options
-from scale_train.resolve import model_config, resolve_device
 from scale_train.training.adascale import with_adascale
 from scale_train.training.experts import ExpertBalance
-from scale_train.training.mfu import UtilizationModel, utilization_model
-from scale_train.training.parallelize import Engine, make_engine, parallel_axes, plan_blocks
-from scale_train.training.reporters import Reporter, initialization_bar, uses_progress_bar
+from scale_train.training.parallel.activations import plan_blocks
+from scale_train.training.parallel.engine import Engine, make_engine
+from scale_train.training.parallel.parallelize_gpt import parallel_dims
+from scale_train.training.reports.mfu import UtilizationModel, utilization_model
+from scale_train.training.reports.reporters import Reporter, initialization_bar, uses_progress_bar
 
 
 class MicrobatchTimer:
@@ -182,7 +184,7 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
     sharded = options.parallel.parallel == "fsdp"
     tensor_parallel = options.parallel.tensor_parallel > 1  # shards a full model
     on_meta = options.parallel.parallel in ("fsdp", "pipe") and not tensor_parallel
-    axes = parallel_axes(group, options.parallel, with_experts=options.model.experts > 0)
+    dims = parallel_dims(options.parallel, group.size)
     source = None if options.model.model is None else TransformersSource(options.model.model, options.run.seed)
     model: nn.Module
     if source is not None:
@@ -191,13 +193,13 @@ def build_state(options: Options, text: Text, group: Group) -> TrainState:
             source.fill(model, device)
     else:
         with torch.device("meta") if on_meta else nullcontext():
-            gpt = model = GPT(model_config(options), axes.expert_groups)
+            gpt = model = GPT(model_config(options), dims)
         if not on_meta:
-            plan_blocks(gpt.to(device), options, axes, group)
+            plan_blocks(gpt.to(device), options, dims, group)
     with initialization_bar(
         shown=sharded and group.rank == 0 and uses_progress_bar(options.run.log_format)
     ) as progress:
-        engine = make_engine(model, options.parallel, options.optimizer, axes, device, progress, source)
+        engine = make_engine(model, options.parallel, options.optimizer, dims, device, progress, source)
     torch.manual_seed(options.run.seed)  # What was drawn so far depends on how it was built.
     scaler = ShardedGradScaler(enabled=options.parallel.precision == "fp16", process_group=group)
     return TrainState(

@@ -14,22 +14,14 @@ from scale_core.comm.group import Group
 from scale_core.errors import ContractError, ScaleDistributedError
 from scale_train.configuration.derived import model_shape
 from scale_train.configuration.problems import OptionsError
+from scale_train.configuration.resolve import check_options, options_without_effect
 from scale_train.configuration.toml_file import to_toml
-from scale_train.data import Text, check_length, read_data
+from scale_train.data.text import Text, check_length, read_data
+from scale_train.data.tokenizer import BYTE, tokenizer_of
 from scale_train.errors import InputError, RanksLost, reason_of
 from scale_train.huggingface.model import export_model
-from scale_train.memory import (
-    count_active_parameters,
-    count_parameters,
-    format_bytes,
-    held_bytes,
-    peak_bytes,
-    replicated_bytes,
-)
-from scale_train.model import generate
+from scale_train.model.gpt import generate
 from scale_train.options import Options
-from scale_train.resolve import check_options, options_without_effect
-from scale_train.tokenizer import BYTE, tokenizer_of
 from scale_train.training.checkpoint import (
     CHECKPOINTS,
     CONFIG,
@@ -42,8 +34,16 @@ from scale_train.training.checkpoint import (
     save,
     torchrun_run,
 )
-from scale_train.training.plot import plot_loss
-from scale_train.training.reporters import begin_metrics, make_reporter
+from scale_train.training.memory import (
+    count_active_parameters,
+    count_parameters,
+    format_bytes,
+    held_bytes,
+    peak_bytes,
+    replicated_bytes,
+)
+from scale_train.training.reports.plot import plot_loss
+from scale_train.training.reports.reporters import begin_metrics, make_reporter
 from scale_train.training.run_lock import RunLock
 from scale_train.training.state import TrainState, build_state
 from scale_train.training.trainer import train
@@ -137,8 +137,7 @@ def summarize(training: TrainState, held_out: float, folder: Path) -> RunSummary
     )
     replicated = rows[group.rank][2]
     if training.engine.pipeline is not None:  # Each of its stages has its own parameters; elsewhere a rank has all.
-        axes = training.engine.axes
-        replicated = sum(row[2] for row in rows) // (axes.num_data * axes.model.size)
+        replicated = sum(row[2] for row in rows) // training.engine.dims.size("batch", "tp")
     sample = ""
     if options.run.sample_length:
         tokenizer = training.text.tokenizer

@@ -14,15 +14,15 @@ from scale_adascale import AdaScale
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.launch import StopSignal
-from scale_train.data import slice_of_rank, windows_at
+from scale_train.data.text import slice_of_rank, windows_at
 from scale_train.errors import Interrupted, TrainingDiverged
-from scale_train.memory import peak_bytes
-from scale_train.model import IGNORED
+from scale_train.model.gpt import IGNORED
 from scale_train.training.adascale import adascale_stats
 from scale_train.training.finite import describe_nonfinite
 from scale_train.training.first_cause import naming_first_cause
-from scale_train.training.parallelize import Engine
-from scale_train.training.reporters import EvaluationRecord, StepRecord
+from scale_train.training.memory import peak_bytes
+from scale_train.training.parallel.engine import Engine
+from scale_train.training.reports.reporters import EvaluationRecord, StepRecord
 from scale_train.training.state import StepTimer, TrainState
 
 
@@ -51,7 +51,7 @@ def train_step(training: TrainState) -> None:
     """One optimizer step of all ranks, on one global batch."""
     options, optimizer, engine, scaler = training.options, training.optimizer, training.engine, training.scaler
     # Tensor-parallel ranks compute the same between sharded layers, and need the same dropout.
-    seed_step(options.run.seed, training.step, engine.axes.dropout_rank)
+    seed_step(options.run.seed, training.step, engine.dropout_rank)
     loss = forward_backward(training)
     norm, scale = None, scaler.get_scale()
     if options.optimizer.clip:
@@ -76,11 +76,11 @@ def train_step(training: TrainState) -> None:
 
 def forward_backward(training: TrainState) -> Tensor:
     """Computes gradients of the global batch's mean loss; returns this rank's part of the loss, a scalar."""
-    data, engine, axes = training.options.data, training.engine, training.engine.axes
+    data, engine = training.options.data, training.engine
     parallel, starts = training.options.parallel, training.sampler.starts(data.batch)
     accumulate = parallel.accumulate if engine.pipeline is None else parallel.chunks
-    micro_batches = slice_of_rank(starts, axes.data_rank, axes.num_data, accumulate)
-    training.balance.scale_losses(training.scaler.get_scale(), data.batch // axes.num_data)
+    micro_batches = slice_of_rank(starts, engine.batch_group.rank, engine.batch_group.size, accumulate)
+    training.balance.scale_losses(training.scaler.get_scale(), data.batch // engine.batch_group.size)
     if engine.pipeline is not None:
         with engine.autocast():
             batch = windows_at(training.text.train, torch.cat(micro_batches), data.sequence)
@@ -154,7 +154,7 @@ def evaluate(training: TrainState) -> float:
     """Reports and returns the bits per byte of the held-out text."""
     data, group = training.options.data, training.group
     starts = held_out_starts(len(training.text.held_out), data.sequence, data.held_out_tokens)
-    micro_batch = data.batch // (training.engine.axes.num_data * training.options.parallel.accumulate)
+    micro_batch = data.batch // (training.engine.batch_group.size * training.options.parallel.accumulate)
     loss = held_out_loss(training.engine, training.text.held_out, starts, data.sequence, micro_batch, group)
     bits = loss / math.log(2) * training.text.tokens_per_byte
     training.reporter.evaluation(EvaluationRecord(training.step, bits, loss))
@@ -178,7 +178,7 @@ def held_out_loss(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
     because a forward pass of a sharded model is one of all ranks.
     """
     engine.model.eval()
-    rank, size = engine.axes.data_rank, engine.axes.num_data
+    rank, size = engine.batch_group.rank, engine.batch_group.size
     rounds = math.ceil(len(starts) / (size * micro_batch))
     nats = 0.0
     for turn in range(rounds):
@@ -192,7 +192,7 @@ def held_out_loss(engine: Engine, text: Tensor, starts: Tensor, sequence: int, m
             loss = engine.loss(*batch, "sum", positions)
         nats += loss.item()
     engine.model.train()
-    return sum_over_ranks(nats if engine.axes.adds_loss else 0.0, group) / (len(starts) * sequence)
+    return sum_over_ranks(nats if engine.adds_loss else 0.0, group) / (len(starts) * sequence)
 
 
 def sum_over_ranks(value: float, group: Group) -> float:

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 
 from scale_core.shard import full_shape, on_local_tensors
 from scale_train.configuration.derived import model_shape
+from scale_train.configuration.resolve import model_config, pipeline_shape
 from scale_train.errors import InputError
 from scale_train.huggingface.model import TransformersSource
-from scale_train.model import GPT, num_parameters
+from scale_train.model.gpt import GPT, num_parameters
 from scale_train.options import Options
-from scale_train.resolve import model_config, pipeline_shape
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 

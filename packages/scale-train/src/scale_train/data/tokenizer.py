@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from scale_train.model_config import NUM_BYTES
+from scale_train.model.config import NUM_BYTES
 from scale_train.options import Options
 
 BYTE = "byte"

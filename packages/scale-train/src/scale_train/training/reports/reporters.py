@@ -29,9 +29,9 @@ from rich.progress import (
 )
 
 from scale_train.errors import InputError, reason_of
-from scale_train.memory import format_bytes
 from scale_train.options import Options
-from scale_train.training.output import Output
+from scale_train.training.memory import format_bytes
+from scale_train.training.reports.output import Output
 
 # More than the first lines of metrics need: a full disk may still allow an empty file.
 _ROOM_BYTES = 4096

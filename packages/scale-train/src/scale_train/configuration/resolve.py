@@ -13,7 +13,7 @@ from scale_pipe.schedules.registry import SOLVE, get_schedule
 from scale_train.configuration.checks import option_problems
 from scale_train.configuration.derived import budget_bytes, bytes_of, gpt_config, model_shape
 from scale_train.errors import InputError
-from scale_train.model_config import ModelConfig
+from scale_train.model.config import ModelConfig
 from scale_train.options import Options, ParallelOptions
 
 # Ranks can share a core, slowly; beyond this they mostly wait for each other.

@@ -13,19 +13,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from scale_core.comm.group import Group
+from scale_core.comm.group import Group, GroupLike
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.shard import on_local_tensors
 from scale_moe import Balance, Experts, MoE, TokenChoice
-from scale_moe.mesh_info import ExpertMeshLike
-from scale_train.model_config import ModelConfig as ModelConfig
+from scale_train.model.config import ModelConfig as ModelConfig
 
 IGNORED = -1
 
@@ -83,13 +82,6 @@ class Attention(nn.Module):
         return y
 
 
-class ExpertGroups(NamedTuple):
-    """The ranks of the layers of experts."""
-
-    expert: ExpertMeshLike = Group()  # divide the experts, and those of a second axis each of them
-    batch: Group = Group()  # have the tokens of one batch, which capacity and load balancing loss look at
-
-
 class SharedExperts(nn.Module):
     """The experts that all tokens go through, side by side in one layer."""
 
@@ -109,7 +101,7 @@ class FeedForwardExperts(MoE):
     The capacity is one of training: an evaluation would depend on which texts are evaluated together.
     """
 
-    def __init__(self, config: ModelConfig, groups: ExpertGroups) -> None:
+    def __init__(self, config: ModelConfig, mesh: GroupLike) -> None:
         super().__init__(
             config.width,
             config.feed_width,
@@ -119,8 +111,8 @@ class FeedForwardExperts(MoE):
             gated=False,
             activation=functional.gelu,
             shared_expert=SharedExperts(config) if config.shared_experts else None,
-            process_group=groups.expert,
-            batch_process_group=groups.batch,
+            process_group=mesh,
+            batch_process_group=mesh,
         )
         self._training_rule = self._rule(config)
 
@@ -147,13 +139,13 @@ class Block(nn.Module):
     It is the unit that is sharded.
     """
 
-    def __init__(self, config: ModelConfig, groups: ExpertGroups = ExpertGroups()) -> None:  # noqa: B008  # immutable
+    def __init__(self, config: ModelConfig, mesh: GroupLike = Group()) -> None:  # noqa: B008  # immutable
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width)
         self.attention = Attention(config)
         self.feed_norm = nn.LayerNorm(config.width)
         if config.experts:
-            self.moe: MoE = FeedForwardExperts(config, groups)
+            self.moe: MoE = FeedForwardExperts(config, mesh)
         else:
             self.feed_in = nn.Linear(config.width, config.feed_width)
             self.feed_out = nn.Linear(config.feed_width, config.width)
@@ -172,13 +164,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer; gives logits, or the loss where targets are given."""
+    """A decoder-only transformer; gives logits, or the loss where targets are given.
 
-    def __init__(self, config: ModelConfig, groups: ExpertGroups = ExpertGroups()) -> None:  # noqa: B008  # immutable
+    A `ParallelDims` as `mesh` divides its experts.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: GroupLike = Group()) -> None:  # noqa: B008  # immutable
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config, groups) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, mesh) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self._seed = torch.initial_seed()

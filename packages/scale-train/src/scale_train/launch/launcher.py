@@ -17,11 +17,11 @@ import torch
 from scale_core import fault_points
 from scale_core.errors import ContractError, ScaleDistributedError, ScaleError
 from scale_core.launch import LaunchError, init_distributed, launch_local
+from scale_train.configuration.resolve import resolve_device
 from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
-from scale_train.memory import check_fits
+from scale_train.launch.standard_streams import open_standard_streams
 from scale_train.options import Options
-from scale_train.resolve import resolve_device
-from scale_train.standard_streams import open_standard_streams
+from scale_train.training.memory import check_fits
 from scale_train.training.train import RunSummary, train_language_model
 
 # Long enough to finish a step and save it after a signal.

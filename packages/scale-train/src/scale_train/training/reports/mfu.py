@@ -14,8 +14,8 @@ import torch
 
 from scale_train.configuration.derived import attention_width, model_shape
 from scale_train.huggingface.config import is_mixture, read_config
-from scale_train.memory import count_active_parameters
 from scale_train.options import Options
+from scale_train.training.memory import count_active_parameters
 
 # Operations in a second of bf16 and fp16 matrix products with sums in fp32, from the maker's data sheets, looked up on
 # 2026-11-28. They are those without sparsity: half of what NVIDIA prints for Hopper, Blackwell and L4, whose tables are

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from scale_core import fault_points
 from scale_pipe.microbatch import micro_batch_sizes
+from scale_train.data.tokenizer import BYTE, ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_of
 from scale_train.errors import InputError
 from scale_train.options import Options
-from scale_train.tokenizer import BYTE, ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer, tokenizer_of
 
 SEPARATOR = b"\0"
 JSON_LINES = (".jsonl", ".ndjson")

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scale_train.training.reporters import read_metrics, replacing
+from scale_train.training.reports.reporters import read_metrics, replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""How ranks are started and end. Begin with `launcher`; Ctrl-C while it loads and closed streams have their files."""

@@ -1,0 +1,1 @@
+"""The GPT that is trained. Begin with `gpt`; its sizes are `config`."""
