@@ -28,6 +28,8 @@ class AdaScaleOptions:
 
     Raises:
         TypeError: A field is of another type.
+
+    See also: [the guide to AdaScale](../guides/adascale.md).
     """
 
     power: float | None = None

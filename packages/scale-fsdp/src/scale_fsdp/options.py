@@ -59,6 +59,8 @@ class ShardOptions:
     Raises:
         TypeError: A field is of another type.
         ValueError: A device that torch does not know, or an interval below zero.
+
+    See also: [the guide to FSDP](../guides/fsdp.md).
     """
 
     flatten_parameters: bool = False

@@ -90,7 +90,13 @@ class FSDPOptions(CheckpointOptions):
 
 
 class OSSStrategyOptions(CheckpointOptions):
-    """Options of `OSS`."""
+    """Options of `OSS`.
+
+        >>> from scale_lightning import ScaleOSSStrategy
+        >>> strategy = ScaleOSSStrategy(oss_options={"broadcast_fp16": True})  # Trainer(strategy=strategy)
+
+    See also: [the guide to Lightning](../guides/lightning.md).
+    """
 
     def __init__(self, *, oss_options: Mapping[str, Any] | None = None, **options: Any) -> None:
         """Says what is sharded, how, and what a checkpoint is.

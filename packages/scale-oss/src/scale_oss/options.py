@@ -40,6 +40,8 @@ class OSSOptions:
     Raises:
         TypeError: A field is of another type.
         ValueError: An interval below zero.
+
+    See also: [the guide to OSS](../guides/oss.md).
     """
 
     elementwise: bool | None = None
@@ -57,6 +59,13 @@ class OSSOptions:
 class OuterStep:
     """The outer step of `LocalSGD`; by default the plain average.
 
+        >>> from scale_oss import LocalSGD
+        >>> from scale_oss.options import OuterStep
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 2)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = LocalSGD(model, sgd, sync_every=8, outer=OuterStep(lr=0.7, momentum=0.9, nesterov=True))
+
     Attributes:
         lr: Above 0.
         momentum: From 0 to below 1.
@@ -67,6 +76,8 @@ class OuterStep:
     Raises:
         TypeError: A field is of another type.
         ValueError: A number out of its range.
+
+    See also: [the guide to local SGD](../guides/local-sgd.md).
     """
 
     lr: float = 1.0
@@ -88,6 +99,9 @@ class OuterStep:
 class LocalSGDOptions:
     """How `LocalSGD` sends, and what becomes of the inner optimizer and of buffers.
 
+        >>> from scale_oss.options import LocalSGDOptions
+        >>> options = LocalSGDOptions(inner_state="average")
+
     Attributes:
         inner_state: The fate of the inner optimizer's state in an outer step: each rank's stays ("maintain"), it
             begins again ("reset"), or is averaged where it has the parameter's shape ("average").
@@ -98,6 +112,8 @@ class LocalSGDOptions:
     Raises:
         TypeError: A field is of another type.
         ValueError: A number or a word that makes no sense.
+
+    See also: [the guide to local SGD](../guides/local-sgd.md).
     """
 
     inner_state: InnerState = "maintain"

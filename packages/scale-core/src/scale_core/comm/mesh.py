@@ -177,6 +177,8 @@ class ParallelDims:
     Raises:
         TypeError: A size is no integer.
         ValueError: The product of the sizes is not the number of ranks, or `ep` does not divide `dp_shard x cp`.
+
+    See also: [the order of techniques](../composition.md).
     """
 
     dp_replicate: int = 1

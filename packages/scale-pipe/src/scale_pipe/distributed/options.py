@@ -29,6 +29,8 @@ class PipelineOptions:
     Raises:
         TypeError: A field is of another type.
         ValueError: An interval below zero.
+
+    See also: [the guide to pipelines](../guides/pipe.md).
     """
 
     stages_per_rank: int | None = None

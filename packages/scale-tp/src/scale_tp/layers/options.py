@@ -35,6 +35,8 @@ class LayerOptions:
     Raises:
         TypeError: A field is of another type.
         ValueError: Fields that contradict each other, or a number of pieces below 1.
+
+    See also: [the guide to tensor parallelism](../guides/tensor-parallel.md).
     """
 
     sequence_parallel: bool = False
