@@ -2,13 +2,18 @@
 
     python benchmarks/step_timeline.py                     # all engines at 40, 80 and 200 GB/s
     python benchmarks/step_timeline.py --smoke             # a tiny model
-    python benchmarks/step_timeline.py --date 2026-11-29   # also writes results/2026-11-29-step_timeline.*
+    python benchmarks/step_timeline.py --date 2026-11-30   # also writes results/2026-11-30-step_timeline.*
 
 The step runs in a simulation of one of 16 ranks: the operators and collectives are the real ones, on tensors without
 values. Each stream has a clock. An operator begins when the host has launched it and its stream is free; a collective
 begins on the communicator's stream when the stream that calls it has come so far; a wait moves the clock of the stream
-that waits. Products take their floating-point operations at 500 TFLOP/s, other operators their bytes at 2.5 TB/s, a
-launch 6 us of the host, a collective 20 us and the bytes that a ring sends at the bandwidth of the column.
+that waits (`scale_check.simulate.durations`). Products take their floating-point operations at 500 TFLOP/s, other
+operators their bytes at 2.5 TB/s, a launch 6 us of the host, a collective 20 us and the bytes that a ring sends at the
+bandwidth of the column.
+
+Tensor parallel ranks divide the sequence between products: torch by `parallelize_module`, which runs a collective and a
+product one after the other (its asynchronous form needs symmetric memory). The even all-to-all is a layer of experts in
+25 lines: every rank sends as many rows to each other one, which no router promises. In a simulation routers promise it.
 
 The pipelines are computed from the programs of their ranks, each with a forward of 10 ms and backward of 20 ms for a
 micro-batch, and 128 MiB of activations between stages: with receives that begin at their turn, after all that was
@@ -24,29 +29,34 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from report import Table, save
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from scale_check.simulate import Simulation, fake_device, simulate
+import scale_tp
+from scale_check.simulate import simulate
+from scale_check.simulate.durations import Rates, durations
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import compat
-from scale_core.comm import collectives
-from scale_core.tree import tensors_in
+from scale_core.comm.group import group_of
 from scale_fsdp import MixedPrecisionPolicy, fully_shard
 from scale_fsdp.runtime.root import Root
 from scale_fsdp.runtime.unit import units_in
+from scale_moe import MoE
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe.distributed.program import CrossStageTensors, Receive, Send, Task, build_programs
 from scale_pipe.schedules.action import Action, Kind
@@ -54,170 +64,10 @@ from scale_pipe.schedules.registry import get_schedule
 
 GIB = 2**30
 WORLD_SIZE = 16
-FLOPS_PER_SECOND, BYTES_PER_SECOND = 500e12, 2.5e12
-LAUNCH_SECONDS, COLLECTIVE_SECONDS = 6e-6, 20e-6
+NUM_EXPERTS, TOP_K = 32, 2
 PIPELINES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v")
 PIPELINE_RANKS, MICRO_BATCHES = 4, 16
 FORWARD_SECONDS, ACTIVATION_BYTES = 10e-3, 128 * 2**20  # of all stages of a rank, and of one transfer
-COMPUTE, COMMUNICATION = "compute", "communication"
-_PRODUCTS = ("aten::mm", "aten::addmm")
-_NO_KERNEL = ("aten::empty", "aten::detach", "aten::set_", "aten::is_", "aten::new_empty", "prim::")
-
-
-@dataclass
-class Clocks:
-    """The time of the host and of each stream, in seconds.
-
-    Attributes:
-        host: When the host is free.
-        streams: When each stream is free.
-        current: The streams that are entered, the innermost last.
-        bytes_per_second: Of collectives.
-        in_start: A collective is being started whose wait comes later.
-        last_end: When the last collective ends.
-    """
-
-    bytes_per_second: float
-    host: float = 0.0
-    streams: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    current: list[str] = field(default_factory=lambda: [COMPUTE])
-    in_start: bool = False
-    last_end: float = 0.0
-
-    @property
-    def now(self) -> float:
-        return max(self.host, *self.streams.values())
-
-    def run(self, stream: str, seconds: float, after: float = 0.0) -> float:
-        """Runs something of this duration on a stream; returns when it ends."""
-        self.host += LAUNCH_SECONDS
-        self.streams[stream] = max(self.streams[stream], self.host, after) + seconds
-        return self.streams[stream]
-
-    def wait(self, time: float) -> None:
-        """The current stream does nothing before this time."""
-        stream = self.current[-1]
-        self.streams[stream] = max(self.streams[stream], time)
-
-
-class Timed(TorchDispatchMode):
-    """Moves the clocks with every operator of a simulation."""
-
-    def __init__(self, clocks: Clocks, simulation: Simulation) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.clocks, self.simulation = clocks, simulation
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(compat.is_wrapper, types)):
-            return NotImplemented  # Its operators on plain tensors come by afterwards.
-        sent = len(self.simulation.collectives)
-        result = func(*args, **(kwargs or {}))
-        name, clocks = func.name(), self.clocks
-        if len(self.simulation.collectives) > sent:
-            num_bytes = self.simulation.collectives[-1].bytes_sent
-            seconds = COLLECTIVE_SECONDS + num_bytes / clocks.bytes_per_second if clocks.bytes_per_second else 0.0
-            clocks.last_end = clocks.run(COMMUNICATION, seconds, clocks.streams[clocks.current[-1]])
-            if not clocks.in_start:  # The caller waits at once.
-                clocks.wait(clocks.last_end)
-            return result
-        tensors = [tensor for tensor in tensors_in([args, result]) if tensor.device.type == "sim"]
-        if not tensors or func.is_view or name.startswith(_NO_KERNEL) or name.startswith("c10d::"):
-            return result
-        clocks.run(clocks.current[-1], _seconds(name, args, result, tensors))
-        return result
-
-
-def _seconds(name: str, args: Any, result: Any, tensors: Sequence[Tensor]) -> float:
-    if name.startswith(_PRODUCTS):
-        left, right = [tensor for tensor in args if isinstance(tensor, Tensor) and tensor.dim() == 2][-2:]
-        return 2 * left.shape[0] * left.shape[1] * right.shape[1] / FLOPS_PER_SECOND
-    if name.startswith("aten::copy_"):
-        tensors = args[:2]  # The target is written, and not read.
-    return sum(tensor.nbytes for tensor in tensors) / BYTES_PER_SECOND
-
-
-class TimedWork:
-    """The handle of a collective of scale_core: its wait moves the current stream's clock."""
-
-    def __init__(self, clocks: Clocks, work: Any) -> None:
-        self.clocks, self.work, self.end = clocks, work, clocks.last_end
-
-    def wait(self, *timeout: Any) -> bool:
-        self.clocks.wait(self.end)
-        return True
-
-
-def timed_streams(clocks: Clocks) -> tuple[type, Callable[..., Any], Callable[..., Any]]:
-    """Stream, `current_stream` and `stream` of a device module, for engines that make streams of their own."""
-
-    class Stream:
-        count = 0
-
-        def __init__(self, *args: Any, name: str = "", **kwargs: Any) -> None:
-            Stream.count += 1
-            self.name, self.time = name or f"side {Stream.count}", 0.0
-
-        def wait_stream(self, other: Any) -> None:
-            clocks.streams[self.name] = max(clocks.streams[self.name], clocks.streams[other.name])
-
-        def wait_event(self, event: Any) -> None:
-            clocks.streams[self.name] = max(clocks.streams[self.name], event.time)
-
-        def record_event(self, event: Any = None) -> Any:
-            event = event or Stream()
-            event.time = clocks.streams[self.name]
-            return event
-
-        def record(self, stream: Any = None) -> None:
-            self.time = clocks.streams[stream.name if stream is not None else clocks.current[-1]]
-
-        def wait(self, stream: Any = None) -> None:
-            name = stream.name if stream is not None else clocks.current[-1]
-            clocks.streams[name] = max(clocks.streams[name], self.time)
-
-        def synchronize(self) -> None:
-            clocks.host = max(clocks.host, self.time)
-
-        def query(self) -> bool:
-            return True
-
-    @contextmanager
-    def entered(stream: Any) -> Iterator[None]:
-        clocks.current.append(stream.name)
-        try:
-            yield
-        finally:
-            clocks.current.pop()
-
-    return Stream, lambda device=None: Stream(name=clocks.current[-1]), entered
-
-
-@contextmanager
-def durations(clocks: Clocks, simulation: Simulation) -> Iterator[None]:
-    """Inside, operators, collectives and waits move the clocks."""
-    start, module = collectives.start_work, fake_device._module
-    kept = {name: module.__dict__.get(name) for name in ("Stream", "Event", "current_stream", "stream")}
-
-    def timed_start(peer: Any, begin: Any) -> Any:
-        clocks.in_start = True
-        try:
-            peer, work = start(peer, begin)
-        finally:
-            clocks.in_start = False
-        return peer, TimedWork(clocks, work)
-
-    stream, current_stream, entered = timed_streams(clocks)
-    module.__dict__.update(Stream=stream, Event=stream, current_stream=current_stream, stream=entered)
-    collectives.start_work = timed_start
-    try:
-        with Timed(clocks, simulation):
-            yield
-    finally:
-        collectives.start_work = start
-        for name, value in kept.items():
-            module.__dict__.pop(name)
-            if value is not None:
-                module.__dict__[name] = value
 
 
 class Block(nn.Module):
@@ -270,10 +120,101 @@ def torch_sharded(model: nn.Sequential) -> tuple[nn.Module, Any]:
     return model, adam(model)
 
 
+def last_kept(model: nn.Sequential) -> tuple[nn.Module, Any]:
+    """The last block stays gathered until its backward, as torchtitan has it."""
+    fully_shard(model[-1], mp_policy=BF16, reshard_after_forward=False)
+    for block in model[:-1]:
+        fully_shard(block, mp_policy=BF16)
+    fully_shard(model, mp_policy=BF16)
+    return model, adam(model)
+
+
 def oss(model: nn.Sequential) -> tuple[nn.Module, Any]:
     model = model.bfloat16()
     optimizer = OSS(model.parameters(), AdamW, foreach=False)
     return ShardedDataParallel(model, optimizer), optimizer
+
+
+def oss_in_ddp(model: nn.Sequential) -> tuple[nn.Module, Any]:
+    model = model.bfloat16()
+    optimizer = OSS(model.parameters(), AdamW, foreach=False)
+    return DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True), optimizer
+
+
+def zero_in_ddp(model: nn.Sequential) -> tuple[nn.Module, Any]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # It warns of what torch itself has deprecated.
+
+    model = model.bfloat16()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, foreach=False)
+    return DistributedDataParallel(model, init_sync=False, gradient_as_bucket_view=True), optimizer
+
+
+def torch_divided(model: nn.Sequential) -> tuple[nn.Module, Any]:
+    """torch's tensor parallelism, with divided sequences between the products."""
+    with compat.without_fake_tensors():
+        mesh = init_device_mesh("sim", (WORLD_SIZE,))
+    first = ColwiseParallel(input_layouts=Shard(0), use_local_output=True)
+    second = RowwiseParallel(output_layouts=Shard(0), use_local_output=True)
+    for block in model.bfloat16():
+        parallelize_module(block, mesh, {f"layers.{index}": (first, second)[index % 2] for index in range(4)})
+    return model, adam(model)
+
+
+def divided(model: nn.Sequential, **options: Any) -> tuple[nn.Module, Any]:
+    for block in model.bfloat16():
+        layers = block.layers
+        for index, layer in enumerate(layers):
+            common: Any = {"bias": False, "sequence_parallel": True, "device": "sim", "dtype": torch.bfloat16}
+            common |= {"process_group": group_of(), **options}
+            sizes = layer.in_features, layer.out_features
+            if index % 2 == 0:
+                layers[index] = scale_tp.ColumnParallelLinear(*sizes, gather_output=False, **common)
+            else:
+                layers[index] = scale_tp.RowParallelLinear(*sizes, input_is_parallel=True, **common)
+    return model, adam(model)
+
+
+class PlainExperts(nn.Module):
+    """Experts as a program of its own has them: an even all-to-all there, one back, and products in a batch."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, NUM_EXPERTS, bias=False, dtype=BF16.param_dtype)
+        sizes = NUM_EXPERTS // WORLD_SIZE, width, 2 * width
+        self.gate, self.up = (nn.Parameter(torch.empty(sizes, dtype=BF16.param_dtype)) for _ in range(2))
+        self.down = nn.Parameter(torch.empty(sizes[0], sizes[2], sizes[1], dtype=BF16.param_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, experts = self.router(x).softmax(-1).topk(TOP_K)
+        order = experts.flatten().argsort()
+        rows = x.index_select(0, order // TOP_K)
+        even = [len(rows) // WORLD_SIZE] * WORLD_SIZE
+        received = wait_tensor(all_to_all_single_autograd(rows, even, even, dist.group.WORLD))
+        batch = received.view(WORLD_SIZE, len(self.gate), -1, x.shape[1]).transpose(0, 1).flatten(1, 2)
+        hidden = torch.nn.functional.silu(torch.bmm(batch, self.gate)) * torch.bmm(batch, self.up)
+        result = torch.bmm(hidden, self.down).unflatten(1, (WORLD_SIZE, -1)).transpose(0, 1).flatten(0, 2)
+        returned = wait_tensor(all_to_all_single_autograd(result, even, even, dist.group.WORLD))
+        placed = torch.zeros_like(returned).index_copy(0, order, returned).view(len(x), TOP_K, -1)
+        return x + (placed * weights[..., None]).sum(1)
+
+
+class Experts(nn.Module):
+    """A layer of scale-moe beside the residual stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.moe = MoE(width, 2 * width, NUM_EXPERTS, TOP_K, process_group=group_of(), dtype=BF16.param_dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(x)
+        return y
+
+
+def experts(model: nn.Sequential, kind: Callable[[int], nn.Module]) -> tuple[nn.Module, Any]:
+    width = model[0].layers[0].in_features
+    with torch.device("sim"):
+        layers = nn.Sequential(*(kind(width) for _ in model))
+    return layers, adam(layers)
 
 
 ENGINES: dict[str, Train] = {
@@ -282,7 +223,20 @@ ENGINES: dict[str, Train] = {
     "fully_shard, waiting at the first gradient": waiting_early,
     "fully_shard, not resharded after the forward": partial(sharded, reshard_after_forward=False),
     "fully_shard, checkpointed": partial(sharded, checkpoints=True),
+    "fully_shard, last block not resharded": last_kept,
+    "DistributedDataParallel + ZeroRedundancyOptimizer, bf16": zero_in_ddp,
+    "DistributedDataParallel + OSS, bf16": oss_in_ddp,
     "OSS + ShardedDataParallel, bf16": oss,
+}
+TENSOR_PARALLEL: dict[str, Train] = {
+    "torch's parallelize_module": torch_divided,
+    "scale-tp": divided,
+    "scale-tp, overlap_pieces=1": partial(divided, overlap_pieces=1),
+    "scale-tp, overlap_pieces=2": partial(divided, overlap_pieces=2),
+}
+EXPERT_PARALLEL: dict[str, Train] = {
+    "an even all-to-all": partial(experts, kind=PlainExperts),
+    "scale-moe": partial(experts, kind=Experts),
 }
 
 
@@ -311,19 +265,23 @@ def measure(engine: str, bandwidth: int, layers: int, width: int, tokens: int) -
     return Result(engine, bandwidth, seconds, seconds - computing, host, peak)
 
 
+@cache
 def step_of(engine: str, bytes_per_second: float, layers: int, width: int, tokens: int) -> tuple[float, float, int]:
     """Seconds of a steady step, seconds of the host, and the peak in bytes; collectives take no time at 0 bytes/s."""
+    is_divided = engine in TENSOR_PARALLEL
+    shape = (tokens // WORLD_SIZE, width) if is_divided else (tokens, width)
     with simulate(world_size=WORLD_SIZE, device="sim", check=False) as simulation:
-        clocks = Clocks(bytes_per_second)
-        with durations(clocks, simulation):
+        with durations(simulation, Rates(network_bytes_per_second=bytes_per_second)) as clocks:
             with torch.device("sim"):
                 plain = nn.Sequential(*(Block(width) for _ in range(layers)))
-            model, optimizer = ENGINES[engine](plain)
+            model, optimizer = (ENGINES | TENSOR_PARALLEL | EXPERT_PARALLEL)[engine](plain)
+            del plain
             for step in range(4):
                 if step == 3:
                     simulation.restart()
                     begin, clocks.host = clocks.now, clocks.now
-                model(torch.zeros(tokens, width, device="sim", dtype=torch.bfloat16)).sum().backward()
+                x = torch.zeros(shape, device="sim", dtype=torch.bfloat16, requires_grad=is_divided)
+                model(x).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
         return clocks.now - begin, clocks.host - begin, simulation.peak_bytes
@@ -411,7 +369,12 @@ def table_of(results: Sequence[Result], title: str) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="may be given several times; default: all")
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES | TENSOR_PARALLEL | EXPERT_PARALLEL,
+        action="append",
+        help="may be given several times; default: all",
+    )
     parser.add_argument("--bandwidth", type=int, nargs="+", default=[40, 80, 200], help="GB/s of a rank")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=4096)
@@ -422,12 +385,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.smoke:
         options.layers, options.width, options.tokens, options.bandwidth = 3, 64, 16, [80]
     sizes = (options.layers, options.width, options.tokens)
-    results = []
-    for engine in options.engine or ENGINES:
-        results += [measure(engine, bandwidth, *sizes) for bandwidth in options.bandwidth]
     title = f"{options.layers} blocks of width {options.width}, {options.tokens} tokens, {WORLD_SIZE} ranks, simulated"
+    layers = f"{options.layers} layers of {NUM_EXPERTS} experts, {TOP_K} for each token, {WORLD_SIZE} ranks, simulated"
+    results, tables = [], []
+    for engines, text in (
+        (ENGINES, title),
+        (TENSOR_PARALLEL, f"{title}, tensor parallel with divided sequences"),
+        (EXPERT_PARALLEL, layers),
+    ):
+        names = [name for name in engines if not options.engine or name in options.engine]
+        of_table = [measure(name, bandwidth, *sizes) for name in names for bandwidth in options.bandwidth]
+        results += of_table
+        tables += [table_of(of_table, text)] if of_table else []
     pipelines = [measure_pipeline(name, bandwidth) for name in PIPELINES for bandwidth in options.bandwidth]
-    tables = [table_of(results, title), pipeline_table(pipelines)]
+    tables.append(pipeline_table(pipelines))
     for table in tables:
         print(table.markdown())
     if options.date:

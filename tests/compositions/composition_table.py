@@ -138,6 +138,11 @@ def write_matrix(page: str, tests: list[MarkedTest]) -> str:
     return before + begin + matrix(tests) + end + after
 
 
+def ready_rows(page: str) -> list[frozenset[str]]:
+    """Returns the techniques of each row that says ready."""
+    return [techniques for techniques, line in _rows(page) if line.split(" | ")[2] == "ready"]
+
+
 def _rows(page: str) -> Iterator[tuple[frozenset[str], str]]:
     _, _, rest = page.partition(HEAD + "\n")
     for line in rest.splitlines()[1:]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +24,14 @@ import scale_tp
 from scale_adascale import AdaScale
 from scale_check.simulate import Simulation, simulate
 from scale_checkpoint import checkpoint_wrapper
+from scale_core.comm.group import Group
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_fsdp import OffloadOptimizer, fully_shard
 from scale_moe import MoE, average_replicated_gradients
 from scale_oss import OSS, LocalSGD, OuterStep, ShardedDataParallel
 from scale_pipe import Pipe
+from scale_snapshot import load_pretrained, save_pretrained
+from scale_snapshot.format import reads
 
 pytestmark = [
     pytest.mark.simulation,
@@ -221,3 +225,17 @@ def test_every_pair_in_a_backward_thread() -> None:
         mesh = two_axes(simulation)
         model = shard(checkpointed(divide(blocks(), mesh)), mesh["data"])
         train(model, OffloadOptimizer(AdamW, model.parameters(), lr=1e-3, foreach=False, overlap_step=True))
+
+
+def test_pretrained_weights_in_sharded_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read of a file is a write to the host's memory, which has no address here."""
+    save_pretrained(blocks("cpu"), tmp_path, process_group=Group())
+    monkeypatch.setattr(reads, "memory_of", lambda tensor: memoryview(bytearray(tensor.zero_().nbytes)))
+    with simulate(world_size=4, device="sim", races=True) as simulation:
+        model = shard(blocks("meta"), mp_policy=BF16, init=False)
+        load_pretrained(model, tmp_path)
+        load_pretrained(model, tmp_path, cast=True)  # Over values that a step has not used, and those that it has.
+        train(model, adamw(model.parameters()))
+        load_pretrained(model, tmp_path)
+        train(model, adamw(model.parameters()))
+        assert {collective.op for collective in simulation.collectives} >= {"all_gather", "reduce_scatter"}

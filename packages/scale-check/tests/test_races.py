@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from scale_check.simulate import Race, RaceError, simulate
 from scale_check.simulate.device_streams import SimulatedStream
@@ -410,6 +411,44 @@ def test_fsdp2_of_torch_without_its_waits_has_races(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     monkeypatch.setattr(SimulatedStream, "wait_event", lambda *_: None)
     assert waits_left_out and train_torchs_fsdp()
+
+
+def train_torchs_ddp(hook: Callable[[nn.Sequential], None] = lambda model: None, **options: Any) -> list[Race]:
+    """Three steps; asserts that buckets of later steps are those of DDP: as many as layers if each has its own."""
+    with simulate(world_size=4, device="sim", races="collect") as simulation:
+        with torch.device("sim"):
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        wrapped = DistributedDataParallel(model, init_sync=False, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        hook(model)
+        for _ in range(3):
+            simulation.restart()
+            wrapped(torch.randn(2, 64, device="sim")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    num_bytes = 3 * (64 * 64 + 64) * 4
+    assert len(simulation.collectives) == (3 if options.get("bucket_cap_mb") else 1)
+    assert simulation.bytes_sent == {"all_reduce": num_bytes * 2 * 3 // 4}
+    return simulation.races
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.01}, {"gradient_as_bucket_view": True}], ids=str)
+def test_ddp_of_torch_has_no_race(options: dict[str, Any]) -> None:
+    assert train_torchs_ddp(**options) == []
+
+
+def test_a_gradient_that_is_scaled_while_ddp_averages_it_is_found() -> None:
+    def scale_early(model: nn.Sequential) -> None:
+        def scale(_: Tensor) -> None:
+            for param in model[2].parameters():
+                assert param.grad is not None
+                param.grad.mul_(2)
+
+        model[0].register_forward_hook(lambda module, inputs, output: output.register_hook(scale) and None)
+
+    (race, *_) = train_torchs_ddp(scale_early, bucket_cap_mb=0.01, gradient_as_bucket_view=True)
+    assert race.earlier.startswith("c10d::allreduce_ writes on the communicator of ranks")
+    assert race.later.startswith("aten::mul_.Tensor writes on the default stream")
 
 
 def test_an_error_names_both_lines_both_streams_and_the_wait() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import scale_checkpoint.offload.store as store
-from scale_check.simulate import Simulation, simulate
+from scale_check.simulate import RaceError, Simulation, simulate
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper, offload_activations
+from scale_checkpoint.offload.storage import _File, _OnDisk
 
 pytestmark = [
     pytest.mark.simulation,
@@ -65,6 +68,28 @@ def test_offloaded_activations_have_no_race(simulation: Simulation) -> None:
 
     train(compute)
     assert simulation.on("cpu").peak_bytes > 0
+
+
+def use_memory(file: _File, do: Callable[..., int], memory: Tensor, offset: int) -> None:
+    """What a transfer does to the host's memory, which has no address here."""
+    memory.clone() if do is os.pwrite else memory.zero_()
+
+
+def test_activations_in_a_file_have_no_race(
+    simulation: Simulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_File, "transfer", use_memory)
+    train(model(lambda module: checkpoint_wrapper(module, offload_to=tmp_path, min_bytes=0)))
+    assert simulation.on("cpu").peak_bytes > 0
+
+
+def test_a_write_to_a_file_that_does_not_wait_for_its_copy_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_File, "transfer", use_memory)
+    monkeypatch.setattr(_OnDisk, "_write", lambda part, memory: part._file.transfer(os.pwrite, memory, 0))
+    with pytest.raises(RaceError, match="aten::copy_ writes on side stream"), simulate(device="sim", races=True):
+        train(model(lambda module: checkpoint_wrapper(module, offload_to=tmp_path, min_bytes=0)))
 
 
 def test_a_device_that_waits_for_its_copies_has_no_race(

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import json
 import os
@@ -29,7 +30,7 @@ from scale_tools.plan.estimate import (
 )
 from scale_tools.plan.model import planned_model
 from scale_tools.plan.options import PlanOptions
-from scale_tools.plan.rows import PlanRow, suggest
+from scale_tools.plan.rows import PlanRow, judge, suggest
 from scale_tools.plan.step_time import StepWork
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.cli import main, parse
@@ -82,6 +83,23 @@ def test_state_and_traffic_are_what_formulas_say() -> None:
     # The units are gathered in the forward, and those that were released once more in the backward.
     assert 3 * full / 4 <= sharded.bytes_sent["all_gather"] <= 2.05 * 3 * full / 4
     assert sharded.bytes_sent["reduce_scatter"] == pytest.approx(3 * full / 4, rel=0.02)
+
+
+@pytest.mark.simulation
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+def test_the_time_of_a_step_is_that_of_simulated_streams() -> None:
+    wide = dataclasses.replace(TINY, precision="bf16")
+    slow = dataclasses.replace(wide, link=1e-4)
+    for parallel in ("ddp", "sharded-ddp", "fsdp", "tensor-parallel"):
+        model_ranks = 2 if parallel == "tensor-parallel" else 1
+        found, waiting = (found_for(parallel, model_ranks, options) for options in (wide, slow))
+        assert found.problem == "" and found.seconds is not None and waiting.seconds is not None
+        row = judge(planned_model(wide), found, wide)
+        assert row.seconds == found.seconds
+        # Whatever overlaps, what is sent takes its time at least, less a step that hides all of it.
+        sent = sum(waiting.bytes_sent.values()) * (1 / slow.link - 1 / wide.link) / 1e9
+        assert sent - found.seconds <= waiting.seconds - found.seconds <= sent * 1.01
+    assert found_for("pipe", 2, wide).seconds is None
 
 
 ON_TWO = PlanOptions("tiny", 3, 64, 4, ranks=(2,), batch=8, sequence=32, precision="fp32", jobs=1)

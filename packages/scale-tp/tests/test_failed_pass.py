@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from scale_core import compat
 from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
+from scale_core.testing.async_gloo import BACKEND
 from scale_tp import failed_pass, parallelize
 
 LIMIT_SECONDS = 3600  # Longer than a test may last: who waits for it fails the test.
@@ -85,6 +87,43 @@ def test_others_hear_at_once_of_a_rank_that_fails_in_a_pass(
         assert "are in the middle of this pass" in notes and "start from the last checkpoint" in notes
     with pytest.raises(TransferError, match="closed its connections"):  # And sends nothing that they could take.
         model(x)
+
+
+@pytest.mark.ranks(3, backend=BACKEND)
+@pytest.mark.parametrize("let_fail", [raise_before, fail_in_backward])
+def test_a_rank_that_fails_aborts_a_communicator_that_matches_by_order(let_fail: Callable[..., Any]) -> None:
+    """As on NCCL, where nobody sees that a rank is gone, and its next message is taken for another one."""
+    rank = dist.get_rank()
+    model = build(dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS)))
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    let_fail(model[1], 1)
+    with pytest.raises(ValueError if rank == 1 else TransferError) as caught:
+        for _ in range(2):
+            model(x).sum().backward()
+    told = "raised ValueError: no such token" if let_fail is raise_before else "its backward pass failed"
+    assert rank == 1 or f"rank 1: {told}" in str(caught.value)
+    assert "no answer within" not in str(caught.value)
+    with pytest.raises(TransferError, match="the communicator was aborted"):
+        model(x)
+
+
+class Backend:
+    """One of a process group's: it counts how often it is aborted."""
+
+    def __init__(self, name: str) -> None:
+        self.name = lambda: name
+        self.aborts = 0
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+
+def test_of_a_groups_backends_gloo_is_not_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    gloo, nccl = Backend("gloo"), Backend("nccl")
+    monkeypatch.setattr(compat, "_backends", lambda group: [gloo, nccl])
+    compat.abort_communicators(cast(Any, None))
+    assert (gloo.aborts, nccl.aborts) == (0, 1)
 
 
 @pytest.mark.ranks(2)

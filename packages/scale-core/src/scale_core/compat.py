@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -150,6 +150,14 @@ def extend_nccl_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
             backend._set_default_timeout(limit + _WATCHDOG_MARGIN)
 
 
+def abort_communicators(group: dist.ProcessGroup) -> None:
+    """Ends, on this rank, what a group's backends other than gloo have started, and fails all that comes later."""
+    for backend in _backends(group):
+        if backend.name() != "gloo":
+            with suppress(RuntimeError):  # Some can't be aborted; their limit ends what they have started.
+                backend.abort()
+
+
 def _backends(group: dist.ProcessGroup) -> list[Any]:
     return [cast(Any, group)._get_backend(device) for device in cast(Any, group)._device_types]
 
@@ -260,8 +268,15 @@ def flatten_mesh(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The group of all ranks of a mesh; None is the default group, where it has all of them."""
     if mesh.size() == dist.get_world_size():
         return None
-    flat: DeviceMesh = mesh._flatten()
+    with without_fake_tensors():
+        flat: DeviceMesh = mesh._flatten()
     return flat.get_group()
+
+
+def ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global ranks of a mesh, in row-major order, also where tensors are fake."""
+    with without_fake_tensors():
+        return tuple(mesh.mesh.flatten().tolist())
 
 
 def spans_world(mesh: DeviceMesh) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core.comm.collectives import two_axes_of
 from scale_core.comm.group import Group, GroupLike
+from scale_core.compat import ranks_of_mesh
 
 
 class ExpertMesh(NamedTuple):
@@ -42,7 +43,7 @@ def resolve_expert_mesh(process_group: ExpertMeshLike) -> ExpertMesh:
     if isinstance(process_group, ExpertMesh):
         return process_group
     mesh = ExpertMesh(*two_axes_of(process_group, ("expert", "tensor"), alone="expert", axes=("ep", "tp")))
-    if isinstance(process_group, DeviceMesh) and mesh.whole.ranks != tuple(process_group.mesh.flatten().tolist()):
+    if isinstance(process_group, DeviceMesh) and mesh.whole.ranks != ranks_of_mesh(process_group):
         raise ValueError(
             f"expected a DeviceMesh whose ranks stand in row-major order, got {process_group.mesh.tolist()}: build it "
             'by init_device_mesh(device, (expert, tensor), mesh_dim_names=("expert", "tensor"))'

@@ -66,6 +66,10 @@ class StreamOrder:
         queue.wait(self.thread.clock)
         return queue
 
+    def streams(self) -> list[WorkQueue]:
+        """The queues of all streams that have been used."""
+        return list(self._streams.values())
+
     def communicator(self, key: object, name: str) -> WorkQueue:
         """The queue of a communicator."""
         if key not in self.communicators:

@@ -3,11 +3,12 @@
 torch leaves one device type open, to vendors of hardware and, in parts that are private, to Python: here it is called
 "sim". Its tensors must be fake, since no operator has a kernel for it.
 
-Three things need care. The type is registered in a process for good; between simulations it says that it is not
+Four things need care. The type is registered in a process for good; between simulations it says that it is not
 available. In a backward pass torch asks it for its device while a Python error is on its way out of C++, where no
 Python code may run: the process would abort, so the error is taken out there and raised again where the backward pass
 was called. And attention falls back to the implementation that makes a T x T matrix, as no real accelerator would: it
-is given the fused ones.
+is given the fused ones. And `torch.autocast` knows no such device: it is given the casts of CUDA for what a transformer
+is made of.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def available(backward_thread: bool = False) -> Iterator[torch.device]:
     run_backward = cast(Any, torch.autograd)._engine_run_backward
     attention = torch.library.Library("aten", "IMPL")
     attention.impl("scaled_dot_product_attention", _attention, "AutogradPrivateUse1")
+    others = _register_autocast(attention)
     _module.is_there = True
     cast(Any, torch.autograd)._engine_run_backward = functools.partial(
         _run_backward, functools.partial(_run_in_thread, run_backward) if backward_thread else run_backward
@@ -60,6 +62,7 @@ def available(backward_thread: bool = False) -> Iterator[torch.device]:
         cast(Any, torch.autograd)._engine_run_backward = run_backward
         _module.is_there = False
         attention._destroy()
+        others._destroy()
         DefaultDeviceType._default_device_type = checkpoint_default
         _taken_out = None
 
@@ -209,6 +212,35 @@ def _run_in_thread(run: Any, *args: Any, **kwargs: Any) -> Any:
     thread.start()
     thread.join()
     return outcome.result()
+
+
+# Of torch's lists for CUDA: in the dtype of autocast, and in fp32.
+_AUTOCAST_LOWER = ("mm", "addmm", "bmm", "baddbmm", "scaled_dot_product_attention")
+_AUTOCAST_FP32 = ("native_layer_norm", "_log_softmax", "_softmax", "nll_loss_forward", "pow.Tensor_Scalar", "rsqrt")
+
+
+def _register_autocast(library: torch.library.Library) -> torch.library.Library:
+    """Registers what `torch.autocast("sim")` does to operators; returns what has to be destroyed with `library`."""
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for names, is_lower in ((_AUTOCAST_LOWER, True), (_AUTOCAST_FP32, False)):
+        for name in names:
+            packet, _, overload = name.partition(".")
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            library.impl(name, functools.partial(_run_autocast, operator, is_lower), "AutocastPrivateUse1")
+    return others
+
+
+def _run_autocast(operator: Any, is_lower: bool, *args: Any, **kwargs: Any) -> Any:
+    dtype = torch.get_autocast_dtype(compat.STAND_IN) if is_lower else torch.float32
+
+    def cast(value: Any) -> Any:
+        is_cast = isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if is_cast else value
+
+    keys: Any = torch._C
+    with keys._ExcludeDispatchKeyGuard(keys.DispatchKeySet(keys.DispatchKey.AutocastPrivateUse1)):
+        return operator(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
 
 def _attention(

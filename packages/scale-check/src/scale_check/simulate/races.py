@@ -12,8 +12,9 @@ ranges of storages. The rules are CUDA's and NCCL's:
 - Copies between host and device are asynchronous where they are `non_blocking` and the host's memory is pinned;
   otherwise the host waits for them. Pinned memory that dies is kept until its copies have ended.
 
-Bytes between those of a strided view count as its own. C++ that waits for collectives by itself, as the reducer of
-DistributedDataParallel does, is not seen: these, and those whose future a program takes, count as waited for at once.
+Bytes between those of a strided view count as its own. C++ that waits for collectives by itself is not seen: these, and
+those whose future a program takes, count as waited for at once. `ddp` does in Python what the reducer of
+DistributedDataParallel does.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scale_check.simulate import ddp
 from scale_check.simulate.device_streams import StreamOrder, frames, text_of
 from scale_check.simulate.happens_before import Access, AccessHistory, Clock, Frames, WorkQueue
 from scale_check.simulate.memory import tensors_with_memory
@@ -37,7 +39,7 @@ from scale_check.simulate.traffic import group_of_call
 from scale_core import compat
 from scale_core.errors import ScaleError
 
-_COPIES = frozenset(("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"))
+COPIES = frozenset(("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"))
 _FUNCTIONAL = "_c10d_functional::"
 # Of collectives, by the beginning of the operator's name: which arguments are written and which are read.
 _WRITTEN_AND_READ = {
@@ -175,8 +177,8 @@ class RaceChecker:
         queue = self._order.stream() if on_device else self._order.thread
         if not needs or operator.is_view:
             return
-        copies = name in _COPIES
-        for tensor, writes in _accesses(operator, args, kwargs):
+        copies = name in COPIES
+        for tensor, writes in accesses(operator, args, kwargs):
             # A number in the host's memory is read when a kernel is launched.
             by_host = tensor.device.type == "cpu" and not copies
             self._access(self._order.thread if by_host else queue, tensor, writes, name, lines)
@@ -410,7 +412,7 @@ def _text(access: Access) -> str:
 def _python_caller() -> str:
     """The file of the line that has called into torch's C++: what C++ starts by itself, it also waits for."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame is not None and frame.f_code.co_filename.startswith(_HERE) and frame.f_code.co_filename != ddp.__file__:
         frame = frame.f_back
     return "" if frame is None else frame.f_code.co_filename
 
@@ -426,7 +428,7 @@ def _written_arguments(operator: Any) -> tuple[frozenset[int], frozenset[str]]:
     return frozenset(index for index, _ in written), frozenset(name for _, name in written)
 
 
-def _accesses(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+def accesses(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, bool]]:
     """The tensors that an operator is given, and whether it writes them."""
     indices, names = _written_arguments(operator)
     for index, argument in enumerate(args):

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scale_check.simulate import ddp
 from scale_check.simulate import fake_device as stand_in
 from scale_check.simulate.device_streams import StreamOrder
 from scale_check.simulate.memory import Evidence, Memory, MemoryBlock, MemoryTracker, tensors_with_memory
@@ -285,6 +286,8 @@ class Simulation(Memory):
             self._checker.resized(storage, bytes_before, is_on_host=tracker is self._memories["cpu"])
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if self._fake_mode is not None:
+            ddp.prepare(module)
         self._claim(module._parameters.values(), "parameters", Evidence.MODULE)
         self._claim(module._buffers.values(), "buffers", Evidence.MODULE)
 

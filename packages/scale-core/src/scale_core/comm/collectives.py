@@ -543,7 +543,7 @@ def mesh_group(mesh: DeviceMesh) -> Group:
     if compat.spans_world(mesh):
         return group_of(compat.flatten_mesh(mesh))
     axes = tuple(group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
-    return _mesh_group(axes, tuple(mesh.mesh.flatten().tolist()))
+    return _mesh_group(axes, compat.ranks_of_mesh(mesh))
 
 
 class TwoAxes(NamedTuple):

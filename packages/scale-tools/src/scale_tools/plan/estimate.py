@@ -2,9 +2,10 @@
 
 The second step is counted, since AdamW makes its state in the first. Of a pipeline the first and the last rank, and the
 one with the most blocks times live micro-batches, run the schedule's own order of computations on their own stages: the
-highest peak and the longest step count. What they exchange is added up from the shapes. DistributedDataParallel itself
-can't run without data: in its place each gradient goes into a buffer that stays from step to step, as its buckets do,
-and is reduced there as soon as it is there.
+highest peak and the longest step count. What they exchange is added up from the shapes.
+
+The time of a step is that of simulated streams, with the rates of the options; that of a pipeline, and of what does not
+run there, is a sum (`step_time`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from scale_check.simulate import Simulation, simulate
+from scale_check.simulate.durations import OperatorBytes, durations
 from scale_check.simulate.memory import Memory
 from scale_checkpoint import apply_checkpointing
 from scale_checkpoint.wrapper import How
@@ -71,6 +74,10 @@ _FLOPS = {
 }
 
 
+_NOT_COUNTED = ("aten::_fused_", *(f"aten::{operator.__name__}" for operator in _FLOPS))
+"""Operators of the optimizer, and those whose operations are counted."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """What one rank needs with a strategy.
@@ -80,7 +87,8 @@ class Estimate:
         peak_by_kind: Bytes of the device at its peak, by what they are for.
         host_peak_by_kind: Likewise of the host, where something is kept there.
         bytes_sent: Bytes that the rank sends in a step, by collective.
-        work: What the time of a step follows from.
+        work: What the time of a step follows from, where it is not simulated.
+        seconds: The time of a step on simulated streams; None of a pipeline, and where the model does not run there.
         at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
             nothing more was looked at.
         problem: Why the model can't be trained so; "" where it can.
@@ -91,6 +99,7 @@ class Estimate:
     host_peak_by_kind: dict[str, int] = field(default_factory=dict)
     bytes_sent: dict[str, int] = field(default_factory=dict)
     work: StepWork | None = None
+    seconds: float | None = None
     at_least_bytes: int = 0
     problem: str = ""
 
@@ -140,41 +149,77 @@ def estimate(planned: PlannedModel, strategy: Strategy, options: PlanOptions) ->
 
 def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
     """Every technique but the pipeline: this rank has a part of the batch and calls the whole model."""
-    dtype, asked = COMPUTE_DTYPES.get(options.precision), strategy.parallel_options(options.precision)
+    asked = strategy.parallel_options(options.precision)
     with simulate(world_size=strategy.ranks, device="sim" if strategy.has_host_memory else "cpu") as simulation:
         with simulation.aside():
             dims = _dims(asked)
         # On the host, where shards that are offloaded stay.
-        model, loss = _build(planned, dims)
-        _checkpoint(planned, strategy, model)
-        if dims.tp > 1:
-            parallelize(model, planned.tensor_plan, dims, attention_rules=planned.attention_rules)
-        called, optimizer = _parallelized(planned, asked, model, dims, simulation)
-        scaler = ShardedGradScaler(enabled=dtype == torch.float16)
-        batch = options.batch // strategy.data_ranks
-        offloaded = 0  # Bytes of activations.
-
-        def step() -> None:
-            nonlocal offloaded
-            tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
-            before = simulation.on("cpu").current_bytes
-            with _divided_sequence(dims) as divide:
-                with _autocast(None if asked.parallel == "fsdp" else dtype):
-                    found = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
-                if strategy.offload:
-                    offloaded = simulation.on("cpu").current_bytes - before
-                scaler.scale(found).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            if isinstance(optimizer, OSS):
-                optimizer.wait()
-            optimizer.zero_grad()
-
-        flops = _two_steps(step, simulation)
+        replica = _replica(planned, strategy, options, dims, simulation)
+        optimizer = replica.optimizer
+        operators = _two_steps(replica.step, simulation)
         updated = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
         if isinstance(optimizer, OSS):
             updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // dims.size("loss")
-        return _read(strategy, simulation, flops, updated, dims, offloaded)
+        found = _read(strategy, simulation, operators, updated, dims, replica.offloaded_bytes)
+    return replace(found, seconds=_replica_seconds(planned, strategy, options))
+
+
+def _replica_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float | None:
+    """The time of the third step on simulated streams; None where the model does not run there."""
+    asked, rates = strategy.parallel_options(options.precision), rates_of(options, strategy.ranks)
+    try:
+        with simulate(world_size=strategy.ranks, device="sim", check=False) as simulation:
+            with simulation.aside():
+                dims = _dims(asked)
+            with durations(simulation, rates.of_streams()) as clocks:
+                replica = _replica(planned, strategy, options, dims, simulation)
+                for _ in range(3):
+                    clocks.host = begin = clocks.now
+                    replica.step()
+                return clocks.now - begin
+    except (ValueError, TypeError, RuntimeError):  # As attention over a divided sequence, which has no kernel there.
+        return None
+
+
+@dataclass
+class _Replica:
+    """A rank's step, and what it has moved to the host."""
+
+    optimizer: Optimizer
+    step: Callable[[], None]
+    offloaded_bytes: int = 0  # of activations
+
+
+def _replica(
+    planned: PlannedModel, strategy: Strategy, options: PlanOptions, dims: ParallelDims, simulation: Simulation
+) -> _Replica:
+    dtype, asked = COMPUTE_DTYPES.get(options.precision), strategy.parallel_options(options.precision)
+    with nullcontext() if strategy.has_host_memory else torch.device(simulation.device):
+        model, loss = _build(planned, dims)
+    _checkpoint(planned, strategy, model)
+    if dims.tp > 1:
+        parallelize(model, planned.tensor_plan, dims, attention_rules=planned.attention_rules)
+    called, optimizer = _parallelized(planned, asked, model, dims, simulation)
+    scaler = ShardedGradScaler(simulation.device.type, enabled=dtype == torch.float16)
+    batch = options.batch // strategy.data_ranks
+
+    def step() -> None:
+        tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
+        before = simulation.on("cpu").current_bytes
+        with _divided_sequence(dims) as divide:
+            with _autocast(None if asked.parallel == "fsdp" else dtype, simulation.device.type):
+                found = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
+            if strategy.offload:
+                replica.offloaded_bytes = simulation.on("cpu").current_bytes - before
+            scaler.scale(found).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if isinstance(optimizer, OSS):
+            optimizer.wait()
+        optimizer.zero_grad()
+
+    replica = _Replica(optimizer, step)
+    return replica
 
 
 @contextmanager
@@ -204,14 +249,21 @@ def _dims(asked: ParallelOptions) -> ParallelDims:
     return dims
 
 
-def _two_steps(step: Callable[[], None], simulation: Simulation) -> int:
-    """Runs a step whose operations are counted, and one whose memory and traffic are; returns the operations."""
-    with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter:
+class _Operators(NamedTuple):
+    """What the operators of a step do: operations of products, and bytes of all others but the optimizer's."""
+
+    flops: int
+    num_bytes: int
+
+
+def _two_steps(step: Callable[[], None], simulation: Simulation) -> _Operators:
+    """Runs a step whose operators are counted, and one whose memory and traffic are; returns the first."""
+    with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter, OperatorBytes(*_NOT_COUNTED) as others:
         step()
     gc.collect()  # The counter keeps tensors of a backward pass in cycles: in the step that is measured there is none.
     simulation.restart()
     step()
-    return int(counter.get_total_flops())
+    return _Operators(int(counter.get_total_flops()), others.total)
 
 
 def _parallelized(
@@ -226,16 +278,19 @@ def _parallelized(
     if asked.parallel == "sharded-ddp":
         optimizer = OSS(model.parameters(), AdamW, dims, **arguments)
         return ShardedDataParallel(model, optimizer), optimizer
-    _reduce_gradients(model, group_of(dims, "loss"), simulation)
+    called = _averaging(model, group_of(dims, "loss"), simulation)
     if asked.parallel == "oss":
-        return model, OSS(model.parameters(), AdamW, dims, **arguments)
-    return model, AdamW(model.parameters(), **arguments)
+        return called, OSS(model.parameters(), AdamW, dims, **arguments)
+    return called, AdamW(model.parameters(), **arguments)
 
 
-def _reduce_gradients(model: nn.Module, data: Group, simulation: Simulation) -> None:
-    """As `DistributedDataParallel(gradient_as_bucket_view=True)`: buckets stay, and a gradient goes into its own."""
+def _averaging(model: nn.Module, data: Group, simulation: Simulation) -> nn.Module:
+    """Returns the model in `DistributedDataParallel`, or on the host with buckets that stay, as it has them."""
     if data.size == 1:
-        return
+        return model
+    if simulation.device.type != "cpu":
+        options: dict[str, Any] = {"init_sync": False, "gradient_as_bucket_view": True}
+        return DistributedDataParallel(model, process_group=data.process_group, **options)
     buckets = {param: torch.zeros_like(param) for param in model.parameters() if param.requires_grad}
 
     def reduce(param: nn.Parameter) -> None:
@@ -248,6 +303,7 @@ def _reduce_gradients(model: nn.Module, data: Group, simulation: Simulation) -> 
     for param, bucket in buckets.items():
         simulation.label(bucket, "gradients")
         param.register_post_accumulate_grad_hook(reduce)
+    return model
 
 
 def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
@@ -290,9 +346,9 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
         for bucket in buckets:
             simulation.label(bucket, "reduction")
         step = _step_of_stage(stage, passed[rank], strategy, asked, rank, averages=has_buckets)
-        flops = _two_steps(step, simulation)
+        operators = _two_steps(step, simulation)
         params = sum(param.numel() for param in stage.parameters())
-        found = _read(strategy, simulation, flops, params, dims)
+        found = _read(strategy, simulation, operators, params, dims)
         reduced = 0 if strategy.shards_stages else _averaged_bytes(stage, dims)
     neighbors = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
     exchanged = strategy.chunks * sum(
@@ -408,12 +464,17 @@ def _checkpoint(planned: PlannedModel, strategy: Strategy, model: nn.Module) -> 
             apply_checkpointing(model.get_submodule(name), how[strategy.checkpoint], offload_inputs=strategy.offload)
 
 
-def _autocast(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+def _autocast(dtype: torch.dtype | None, device_type: str = "cpu") -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype)
 
 
 def _read(
-    strategy: Strategy, simulation: Simulation, flops: int, updated: int, dims: ParallelDims, offloaded: int = 0
+    strategy: Strategy,
+    simulation: Simulation,
+    operators: _Operators,
+    updated: int,
+    dims: ParallelDims,
+    offloaded: int = 0,
 ) -> Estimate:
     """What the simulation has counted of the second step."""
     on_host = strategy.parallel == "fsdp-offload"
@@ -429,7 +490,7 @@ def _read(
             overlapped += collective.bytes_sent
     # Shards go to the device for the forward and for the backward, gradients to the host; activations there and back.
     copied = (3 * updated * 4 if on_host else 0) + 2 * offloaded
-    work = StepWork(flops, overlapped, inside, after, copied, updated, on_host, 0.0)
+    work = StepWork(operators.flops, overlapped, inside, after, copied, updated, on_host, 0.0, operators.num_bytes)
     host = _host_peak(simulation.on("cpu")) if strategy.has_host_memory else {}
     return Estimate(strategy, simulation.peak_by_kind, host, simulation.bytes_sent, work)
 

@@ -41,7 +41,9 @@ def judge(planned: PlannedModel, found: Estimate, options: PlanOptions) -> PlanR
         reason = f"{found.peak_bytes / GIB:.1f} GiB of {usable / GIB:.1f}"
     elif host > parse_bytes("--host-memory", options.host_memory):
         reason = f"host: {host / GIB:.0f} GiB for {per_host} ranks"
-    seconds = None if found.work is None else step_seconds(found.work, rates_of(options, strategy.ranks))
+    seconds = found.seconds
+    if seconds is None and found.work is not None:
+        seconds = step_seconds(found.work, rates_of(options, strategy.ranks))
     cost = None if seconds is None else device_seconds(strategy.ranks, seconds, options)
     command = strategy.command(options, planned.size)
     return PlanRow(

@@ -1,9 +1,10 @@
-"""A model of the time of one step, from what one rank computes, sends and copies, and of what the step costs.
+"""A model of the time of one step where streams are not simulated, from what one rank computes, sends and copies.
 
     step = max(compute / (1 - bubble), exchange, copies) + inside layers + after the step + optimizer
     cost = devices * step / tokens of the step, in device-seconds for a million tokens
 
-    compute       floating point operations / what the device reaches in matrix products
+    compute       floating point operations / what the device reaches in matrix products, and the bytes that all other
+                  operators read and write at the bandwidth of its memory
     bubble        the share of a pipeline's step in which a rank waits for others; 0 without one
     exchange      bytes that overlap with computing: gathers and reductions of gradients and of sharded parameters,
                   keys and values that go round a ring, activations between stages
@@ -22,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from scale_check.simulate import durations
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.strategies import ranks_per_host
 
@@ -47,6 +49,10 @@ class Rates:
     memory: float
     host_memory: float
 
+    def of_streams(self) -> durations.Rates:
+        """The same for simulated streams."""
+        return durations.Rates(self.compute, self.memory, self.host_link, self.host_memory, self.link)
+
 
 def rates_of(options: PlanOptions, ranks: int) -> Rates:
     """Returns what the options say of the machine, with so many ranks in all."""
@@ -70,6 +76,7 @@ class StepWork(NamedTuple):
     updated_params: int
     updates_on_host: bool
     bubble: float
+    operator_bytes: int = 0
 
 
 def step_seconds(work: StepWork, rates: Rates) -> float:
@@ -80,7 +87,7 @@ def step_seconds(work: StepWork, rates: Rates) -> float:
     >>> step_seconds(work, rates), step_seconds(work._replace(bubble=0.5, layer_bytes=10**9), rates)
     (2.0, 5.0)
     """
-    compute = work.flops / rates.compute / (1 - work.bubble)
+    compute = (work.flops / rates.compute + work.operator_bytes / rates.memory) / (1 - work.bubble)
     overlapped = max(compute, work.overlapped_bytes / rates.link, work.copied_bytes / rates.host_link)
     sent = (work.layer_bytes + work.after_step_bytes) / rates.link
     memory = rates.host_memory if work.updates_on_host else rates.memory
