@@ -263,6 +263,7 @@ def suggest_checkpoint_location(
         ValueError: There are fewer passes than splits, or a number is negative.
 
     Example:
+        >>> from scale_checkpoint.memory_tracker import LayerTrace, suggest_checkpoint_location
         >>> forward = [LayerTrace(name, "Linear", True, 0, size, size) for name, size in zip("abcde", [4, 1, 3, 6, 2])]
         >>> suggest_checkpoint_location(forward, num_checkpoints=1).split_modules
         ('d',)

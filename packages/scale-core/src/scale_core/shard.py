@@ -54,7 +54,7 @@ class Placement(enum.Enum):
     """How the ranks of one mesh axis hold a tensor.
 
     Examples:
-        >>> from scale_core import Placement
+        >>> from scale_core.shard import Placement
         >>> [placement.name for placement in Placement]
         ['SHARD', 'REPLICATE', 'PARTIAL']
 
@@ -77,7 +77,8 @@ class Axis:
             them, as of experts; their own gradients are reported by `scale_core.hooks.source_grads`.
 
     Examples:
-        >>> from scale_core import Axis, Group, Placement
+        >>> from scale_core import Group
+        >>> from scale_core.shard import Axis, Placement
         >>> axis = Axis(Group(), Placement.SHARD)
         >>> axis.group.size, axis.num_sources
         (1, 1)
@@ -112,7 +113,7 @@ class Shard:
         first_copy: Whether this is the first of the ranks of a layer that all hold the full parameter.
 
     Examples:
-        >>> from scale_core import Shard
+        >>> from scale_core.shard import Shard
         >>> shard = Shard("weight", (4, 3), 0, 6)  # the first two of four rows
         >>> shard.stop - shard.start
         6
@@ -270,7 +271,8 @@ def shard_of(param: Tensor) -> Shard | None:
 
     Examples:
         >>> import torch
-        >>> from scale_core import Shard, set_shard, shard_of
+        >>> from scale_core.shard import Shard, shard_of
+        >>> from scale_core.sharded_tensor.tensor import set_shard
         >>> param = torch.nn.Parameter(torch.ones(2, 3))
         >>> shard_of(param) is None
         True
@@ -345,7 +347,8 @@ def full_shape(param: Tensor) -> torch.Size:
 
     Examples:
         >>> import torch
-        >>> from scale_core import Shard, full_shape, set_shard
+        >>> from scale_core.shard import Shard, full_shape
+        >>> from scale_core.sharded_tensor.tensor import set_shard
         >>> param = torch.nn.Parameter(torch.ones(2, 3))
         >>> set_shard(param, Shard("weight", (4, 3), 0, 6))
         >>> full_shape(param)
@@ -362,7 +365,8 @@ def full_numel(param: Tensor) -> int:
 
     Examples:
         >>> import torch
-        >>> from scale_core import Shard, full_numel, set_shard
+        >>> from scale_core.shard import Shard, full_numel
+        >>> from scale_core.sharded_tensor.tensor import set_shard
         >>> param = torch.nn.Parameter(torch.ones(2, 3))
         >>> set_shard(param, Shard("weight", (4, 3), 0, 6))
         >>> full_numel(param)

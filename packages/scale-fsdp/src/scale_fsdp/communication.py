@@ -55,9 +55,9 @@ class CommunicationPolicy:
 
     Examples:
         >>> import torch
-        >>> from scale_fsdp import CommunicationPolicy, fully_shard
+        >>> from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
         >>> policy = CommunicationPolicy(gather="int8", reduce="int4")  # ZeRO++: only messages are rounded
-        >>> model = fully_shard(torch.nn.Linear(64, 64), communication=policy)
+        >>> model = fully_shard(torch.nn.Linear(64, 64), options=ShardOptions(communication=policy))
         >>> model(torch.randn(2, 64)).sum().backward()
 
     See also: [the guide to quantized communication](../guides/quantized-communication.md).

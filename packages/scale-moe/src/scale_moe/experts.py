@@ -250,7 +250,7 @@ def divide_gradient(param: Any, num_ranks: int) -> Tensor:
 
     Examples:
         >>> import torch
-        >>> from scale_moe import divide_gradient
+        >>> from scale_moe.experts import divide_gradient
         >>> param = torch.nn.Parameter(torch.ones(2))
         >>> divide_gradient(param, num_ranks=4).sum().backward()
         >>> param.grad

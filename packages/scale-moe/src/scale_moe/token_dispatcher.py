@@ -120,7 +120,7 @@ def plan_dispatch(
     Examples:
         >>> import torch
         >>> from scale_core import Group
-        >>> from scale_moe import plan_dispatch
+        >>> from scale_moe.token_dispatcher import plan_dispatch
         >>> tokens, weight = torch.ones(2, 4), torch.full((2, 2), 0.5)
         >>> plan = plan_dispatch(tokens, torch.tensor([[0, 1], [1, 2]]), weight, 3, Group())
         >>> plan.counts  # rows of each expert of this rank
@@ -171,7 +171,7 @@ def dispatch(tokens: Tensor, plan: DispatchPlan) -> Tensor:
     Examples:
         >>> import torch
         >>> from scale_core import Group
-        >>> from scale_moe import dispatch, plan_dispatch
+        >>> from scale_moe.token_dispatcher import dispatch, plan_dispatch
         >>> tokens, weight = torch.tensor([[1.0], [2.0]]), torch.full((2, 2), 0.5)
         >>> plan = plan_dispatch(tokens, torch.tensor([[0, 1], [1, 2]]), weight, 3, Group())
         >>> dispatch(tokens, plan).flatten()  # experts 0, 1, 1, 2
@@ -195,7 +195,7 @@ def combine(rows: Tensor, weight: Tensor, plan: DispatchPlan) -> Tensor:
     Examples:
         >>> import torch
         >>> from scale_core import Group
-        >>> from scale_moe import combine, dispatch, plan_dispatch
+        >>> from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
         >>> tokens, weight = torch.ones(2, 4), torch.full((2, 2), 0.5)
         >>> plan = plan_dispatch(tokens, torch.tensor([[0, 1], [1, 2]]), weight, 3, Group())
         >>> rows = dispatch(tokens, plan)  # what experts compute with

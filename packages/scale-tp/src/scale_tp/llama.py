@@ -67,7 +67,7 @@ def iterate_consolidated(
 
     Examples:
         >>> import tempfile, torch
-        >>> from scale_tp import iterate_consolidated
+        >>> from scale_tp.llama import iterate_consolidated
         >>> folder = tempfile.mkdtemp()
         >>> for rank in range(2):
         ...     torch.save({"output.weight": torch.ones(3, 4)}, f"{folder}/consolidated.{rank:02}.pth")

@@ -53,7 +53,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: GroupLik
 
     Examples:
         >>> import torch
-        >>> from scale_tp import copy_to_tensor_model_parallel_region
+        >>> from scale_tp.mappings import copy_to_tensor_model_parallel_region
         >>> copy_to_tensor_model_parallel_region(torch.ones(2, 3)).shape
         torch.Size([2, 3])
 
@@ -89,7 +89,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, process_group: Grou
 
     Examples:
         >>> import torch
-        >>> from scale_tp import reduce_from_tensor_model_parallel_region
+        >>> from scale_tp.mappings import reduce_from_tensor_model_parallel_region
         >>> reduce_from_tensor_model_parallel_region(torch.ones(2, 3)).sum()  # on two ranks 12
         tensor(6.)
 
@@ -114,7 +114,7 @@ def scatter_to_tensor_model_parallel_region(
 
     Examples:
         >>> import torch
-        >>> from scale_tp import scatter_to_tensor_model_parallel_region
+        >>> from scale_tp.mappings import scatter_to_tensor_model_parallel_region
         >>> scatter_to_tensor_model_parallel_region(torch.ones(2, 6)).shape  # on two ranks [2, 3]
         torch.Size([2, 6])
 
@@ -139,7 +139,7 @@ def gather_from_tensor_model_parallel_region(
 
     Examples:
         >>> import torch
-        >>> from scale_tp import gather_from_tensor_model_parallel_region
+        >>> from scale_tp.mappings import gather_from_tensor_model_parallel_region
         >>> gather_from_tensor_model_parallel_region(torch.ones(2, 3)).shape  # on two ranks [2, 6]
         torch.Size([2, 3])
 
@@ -164,7 +164,7 @@ def scatter_to_sequence_parallel_region(
 
     Examples:
         >>> import torch
-        >>> from scale_tp import scatter_to_sequence_parallel_region
+        >>> from scale_tp.mappings import scatter_to_sequence_parallel_region
         >>> scatter_to_sequence_parallel_region(torch.ones(2, 6, 3)).shape  # on two ranks [2, 3, 3]
         torch.Size([2, 6, 3])
 
@@ -199,7 +199,7 @@ def gather_from_sequence_parallel_region(
 
     Examples:
         >>> import torch
-        >>> from scale_tp import gather_from_sequence_parallel_region
+        >>> from scale_tp.mappings import gather_from_sequence_parallel_region
         >>> gather_from_sequence_parallel_region(torch.ones(2, 5, 3)).shape  # on two ranks [2, 10, 3]
         torch.Size([2, 5, 3])
 
@@ -225,7 +225,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Examples:
         >>> import torch
-        >>> from scale_tp import reduce_scatter_to_sequence_parallel_region
+        >>> from scale_tp.mappings import reduce_scatter_to_sequence_parallel_region
         >>> reduce_scatter_to_sequence_parallel_region(torch.ones(2, 6, 3)).shape  # on two ranks [2, 3, 3]
         torch.Size([2, 6, 3])
 

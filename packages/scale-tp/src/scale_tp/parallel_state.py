@@ -72,9 +72,9 @@ def initialize_model_parallel(
         RuntimeError: It was called before.
 
     Examples:
-        >>> import scale_tp
+        >>> import scale_tp.megatron
         >>> scale_tp.initialize_model_parallel(1)  # 2 on 8 ranks: 4 replicas of 2 ranks
-        >>> scale_tp.get_data_parallel_world_size()
+        >>> scale_tp.megatron.get_data_parallel_world_size()
         1
         >>> scale_tp.destroy_model_parallel()
 
@@ -143,10 +143,10 @@ def destroy_model_parallel() -> None:
     Layers that were built for them can't compute any more. Without groups it does nothing.
 
     Examples:
-        >>> import scale_tp
+        >>> import scale_tp.megatron
         >>> scale_tp.initialize_model_parallel(1)
         >>> scale_tp.destroy_model_parallel()
-        >>> scale_tp.model_parallel_is_initialized()
+        >>> scale_tp.megatron.model_parallel_is_initialized()
         False
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -163,8 +163,8 @@ def model_parallel_is_initialized() -> bool:
     """Whether `initialize_model_parallel` has divided the ranks.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.model_parallel_is_initialized()
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.model_parallel_is_initialized()
         False
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -241,8 +241,8 @@ def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
     """The ranks that divide the layers with this one; None where torch.distributed is not initialized.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_tensor_model_parallel_group() is None  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_tensor_model_parallel_group() is None  # on one process
         True
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -254,8 +254,8 @@ def get_tensor_model_parallel_world_size() -> int:
     """How many ranks divide a layer.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_tensor_model_parallel_world_size()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_tensor_model_parallel_world_size()  # on one process
         1
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -267,8 +267,8 @@ def get_tensor_model_parallel_rank() -> int:
     """This rank's index among those that divide a layer.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_tensor_model_parallel_rank()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_tensor_model_parallel_rank()  # on one process
         0
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -280,8 +280,8 @@ def get_tensor_model_parallel_src_rank() -> int:
     """The global rank of the first of them.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_tensor_model_parallel_src_rank()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_tensor_model_parallel_src_rank()  # on one process
         0
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -293,8 +293,8 @@ def get_tensor_model_parallel_ranks() -> list[int]:
     """The global ranks of all of them.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_tensor_model_parallel_ranks()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_tensor_model_parallel_ranks()  # on one process
         [0]
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -306,8 +306,8 @@ def get_data_parallel_group() -> dist.ProcessGroup | None:
     """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialized.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_data_parallel_group() is None  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_data_parallel_group() is None  # on one process
         True
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -319,8 +319,8 @@ def get_data_parallel_world_size() -> int:
     """How many replicas there are.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_data_parallel_world_size()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_data_parallel_world_size()  # on one process
         1
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -332,8 +332,8 @@ def get_data_parallel_rank() -> int:
     """Which replica this rank belongs to.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_data_parallel_rank()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_data_parallel_rank()  # on one process
         0
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -345,8 +345,8 @@ def get_data_parallel_ranks() -> list[int]:
     """The global ranks that hold the same part of the model.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_data_parallel_ranks()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_data_parallel_ranks()  # on one process
         [0]
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -361,8 +361,8 @@ def get_data_context_parallel_group() -> dist.ProcessGroup | None:
     `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_data_context_parallel_group() is None  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_data_context_parallel_group() is None  # on one process
         True
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -374,8 +374,8 @@ def get_data_context_parallel_world_size() -> int:
     """How many ranks hold the same part of the model, whatever their part of a sequence.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_data_context_parallel_world_size()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_data_context_parallel_world_size()  # on one process
         1
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -387,8 +387,8 @@ def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
     """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialized.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_pipeline_model_parallel_group() is None  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_pipeline_model_parallel_group() is None  # on one process
         True
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -400,8 +400,8 @@ def get_pipeline_model_parallel_world_size() -> int:
     """How many stages there are.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_pipeline_model_parallel_world_size()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_pipeline_model_parallel_world_size()  # on one process
         1
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -413,8 +413,8 @@ def get_pipeline_model_parallel_rank() -> int:
     """Which stage this rank is.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_pipeline_model_parallel_rank()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_pipeline_model_parallel_rank()  # on one process
         0
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -426,8 +426,8 @@ def get_pipeline_model_parallel_ranks() -> list[int]:
     """The global ranks of the stages, in their order.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_pipeline_model_parallel_ranks()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_pipeline_model_parallel_ranks()  # on one process
         [0]
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -439,8 +439,8 @@ def get_context_parallel_group() -> dist.ProcessGroup | None:
     """The ranks that divide a sequence with this one; None where torch.distributed is not initialized.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_context_parallel_group() is None  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_context_parallel_group() is None  # on one process
         True
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -452,8 +452,8 @@ def get_context_parallel_world_size() -> int:
     """How many ranks divide a sequence.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_context_parallel_world_size()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_context_parallel_world_size()  # on one process
         1
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -465,8 +465,8 @@ def get_context_parallel_rank() -> int:
     """This rank's index among those that divide a sequence.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_context_parallel_rank()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_context_parallel_rank()  # on one process
         0
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -478,8 +478,8 @@ def get_context_parallel_ranks() -> list[int]:
     """The global ranks that divide a sequence.
 
     Examples:
-        >>> import scale_tp
-        >>> scale_tp.get_context_parallel_ranks()  # on one process
+        >>> import scale_tp.megatron
+        >>> scale_tp.megatron.get_context_parallel_ranks()  # on one process
         [0]
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).

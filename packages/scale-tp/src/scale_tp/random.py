@@ -72,7 +72,7 @@ class RNGStatesTracker:
 
     Examples:
         >>> import torch
-        >>> from scale_tp import CudaRNGStatesTracker
+        >>> from scale_tp.random import CudaRNGStatesTracker
         >>> tracker = CudaRNGStatesTracker()
         >>> tracker.add("dropout", 7)
         >>> with tracker.fork("dropout"):
@@ -250,7 +250,8 @@ def get_rng_tracker() -> RNGStatesTracker:
 
     Examples:
         >>> import torch
-        >>> from scale_tp import get_rng_tracker, model_parallel_manual_seed
+        >>> from scale_tp import model_parallel_manual_seed
+        >>> from scale_tp.random import get_rng_tracker
         >>> model_parallel_manual_seed(1)
         >>> with get_rng_tracker().fork():  # a stream of this rank
         ...     noise = torch.rand(2)
@@ -272,7 +273,8 @@ def model_parallel_manual_seed(seed: int) -> None:
 
     Examples:
         >>> import torch
-        >>> from scale_tp import get_rng_tracker, model_parallel_manual_seed
+        >>> from scale_tp import model_parallel_manual_seed
+        >>> from scale_tp.random import get_rng_tracker
         >>> model_parallel_manual_seed(1)  # torch draws the same numbers on all ranks
         >>> with get_rng_tracker().fork():  # and in here others on each rank
         ...     noise = torch.rand(2)

@@ -269,7 +269,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
         ValueError: They do.
 
     Examples:
-        >>> from scale_tp import ensure_divisibility
+        >>> from scale_tp.split import ensure_divisibility
         >>> ensure_divisibility(12, 4)
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
@@ -314,7 +314,7 @@ def split_tensor_along_last_dim(
 
     Examples:
         >>> import torch
-        >>> from scale_tp import split_tensor_along_last_dim
+        >>> from scale_tp.split import split_tensor_along_last_dim
         >>> [part.shape for part in split_tensor_along_last_dim(torch.ones(2, 6), 3)]
         [torch.Size([2, 2]), torch.Size([2, 2]), torch.Size([2, 2])]
 
@@ -328,7 +328,7 @@ class VocabUtility:
     """Which words a rank has of a vocabulary: from the first to one past the last.
 
     Examples:
-        >>> from scale_tp import VocabUtility
+        >>> from scale_tp.split import VocabUtility
         >>> VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4)  # of rank 1 of 4
         (25, 50)
 

@@ -51,7 +51,8 @@ class MemoryPlan:
     Examples:
         >>> import torch
         >>> from torch import nn
-        >>> from scale_checkpoint import MemoryPlan, profile_memory
+        >>> from scale_checkpoint.planner.plan import MemoryPlan
+        >>> from scale_checkpoint.planner.profile import profile_memory
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)))
         >>> profile = profile_memory(model, torch.randn(128, 64), repeats=1)
         >>> keep, recompute = (MemoryPlan(dict.fromkeys(profile.blocks, how), profile) for how in ("keep", "recompute"))
@@ -188,7 +189,8 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
     Examples:
         >>> import torch
         >>> from torch import nn
-        >>> from scale_checkpoint import best_plan, profile_memory
+        >>> from scale_checkpoint.planner.plan import best_plan
+        >>> from scale_checkpoint.planner.profile import profile_memory
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
         >>> profile = profile_memory(model, torch.randn(256, 64), repeats=1)
         >>> plan = best_plan(profile, budget_bytes=4 * 2**20)
@@ -223,7 +225,8 @@ def memory_front(profile: MemoryProfile) -> Iterator[MemoryPlan]:
     Examples:
         >>> import torch
         >>> from torch import nn
-        >>> from scale_checkpoint import memory_front, profile_memory
+        >>> from scale_checkpoint.planner.plan import memory_front
+        >>> from scale_checkpoint.planner.profile import profile_memory
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
         >>> plans = list(memory_front(profile_memory(model, torch.randn(256, 64), repeats=1)))
         >>> plans[0].peak_bytes > plans[-1].peak_bytes  # from the fastest to the smallest

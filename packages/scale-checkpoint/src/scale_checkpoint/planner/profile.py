@@ -139,7 +139,8 @@ def profile_memory(
     Examples:
         >>> import torch
         >>> from torch import nn
-        >>> from scale_checkpoint import best_plan, profile_memory
+        >>> from scale_checkpoint.planner.plan import best_plan
+        >>> from scale_checkpoint.planner.profile import profile_memory
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
         >>> profile = profile_memory(model, torch.randn(256, 64), repeats=1)
         >>> list(profile.blocks)

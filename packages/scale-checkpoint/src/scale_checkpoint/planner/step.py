@@ -239,7 +239,7 @@ def measure_step(
 
     Examples:
         >>> import torch
-        >>> from scale_checkpoint import measure_step
+        >>> from scale_checkpoint.planner.step import measure_step
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
         >>> step = measure_step(model, torch.randn(128, 64), repeats=1)
         >>> step.peak_bytes > 4 * 128 * 256, step.seconds > 0

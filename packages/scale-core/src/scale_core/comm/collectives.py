@@ -154,7 +154,8 @@ def all_gather(
 
     Examples:
         >>> import torch
-        >>> from scale_core import Group, all_gather
+        >>> from scale_core import Group
+        >>> from scale_core.comm.collectives import all_gather
         >>> output = torch.zeros(4)
         >>> _ = all_gather(output, torch.ones(4), Group()).wait()  # a group of this rank only
         >>> output
@@ -220,7 +221,8 @@ def reduce_scatter(
 
     Examples:
         >>> import torch
-        >>> from scale_core import Group, reduce_scatter
+        >>> from scale_core import Group
+        >>> from scale_core.comm.collectives import reduce_scatter
         >>> reduce_scatter(torch.ones(4), Group()).wait()
         tensor([1., 1., 1., 1.])
 
@@ -267,7 +269,8 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWor
 
     Examples:
         >>> import torch
-        >>> from scale_core import Group, all_reduce
+        >>> from scale_core import Group
+        >>> from scale_core.comm.collectives import all_reduce
         >>> all_reduce(torch.ones(3), Group()).wait()  # a group of this rank only
         tensor([1., 1., 1.])
 
@@ -330,7 +333,8 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWor
 
     Examples:
         >>> import torch
-        >>> from scale_core import Group, broadcast
+        >>> from scale_core import Group
+        >>> from scale_core.comm.collectives import broadcast
         >>> broadcast(torch.ones(3), Group(), source=0).wait()
         tensor([1., 1., 1.])
 
@@ -371,7 +375,8 @@ def all_to_all(
 
     Examples:
         >>> import torch
-        >>> from scale_core import Group, all_to_all
+        >>> from scale_core import Group
+        >>> from scale_core.comm.collectives import all_to_all
         >>> output = torch.zeros(4)
         >>> _ = all_to_all(output, torch.arange(4.0), Group()).wait()
         >>> output

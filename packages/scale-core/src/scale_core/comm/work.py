@@ -93,7 +93,8 @@ class CollectiveWork:
 
     Examples:
         >>> import torch
-        >>> from scale_core import Group, all_reduce
+        >>> from scale_core import Group
+        >>> from scale_core.comm.collectives import all_reduce
         >>> work = all_reduce(torch.ones(3), Group())  # a group of this rank only
         >>> work.wait()
         tensor([1., 1., 1.])

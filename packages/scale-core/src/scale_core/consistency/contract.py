@@ -241,7 +241,9 @@ class Contract:
         of: A name that is the same on all ranks and no other contract's, by which ranks at two contracts differ.
 
     Examples:
-        >>> from scale_core import Contract, Event, Group
+        >>> from scale_core import Group
+        >>> from scale_core.consistency.contract import Contract
+        >>> from scale_core.consistency.execution_order import Event
         >>> from scale_core.consistency.execution_order import PassKind
         >>> contract = Contract(Group())  # a group of this rank only
         >>> contract.begin(PassKind("forward", grad=True, training=True), new_step=True)

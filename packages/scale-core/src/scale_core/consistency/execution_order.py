@@ -16,7 +16,7 @@ class Event(NamedTuple):
     """One phase of one unit, for example its forward, with all its collectives.
 
     Examples:
-        >>> from scale_core import Event
+        >>> from scale_core.consistency.execution_order import Event
         >>> Event("forward", "layers.0")
         Event(phase='forward', unit='layers.0')
 

@@ -129,7 +129,9 @@ class FlatBuffer(FlatReduced):
 
     Examples:
         >>> import torch
-        >>> from scale_core import FlatBuffer, FlatLayout, Group
+        >>> from scale_core import Group
+        >>> from scale_core.flat.buffer import FlatBuffer
+        >>> from scale_core.flat.layout import FlatLayout
         >>> names, params = zip(*torch.nn.Linear(3, 4).named_parameters())
         >>> layout = FlatLayout.plan(names, [param.shape for param in params], world_size=1)
         >>> buffer = FlatBuffer(names, params, layout, Group())  # a group of this rank only

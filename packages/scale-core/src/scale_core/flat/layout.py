@@ -48,7 +48,7 @@ class BlockAtom:
         ValueError: `size` is below 1.
 
     Examples:
-        >>> from scale_core import BlockAtom
+        >>> from scale_core.flat.layout import BlockAtom
         >>> BlockAtom(256)  # `fully_shard(model, atom=BlockAtom(256))`: for optimizers of 8 bits
         BlockAtom(size=256)
 
@@ -128,7 +128,7 @@ class FlatLayout:
         padding: Elements of the full buffer that belong to no parameter.
 
     Examples:
-        >>> from scale_core import FlatLayout
+        >>> from scale_core.flat.layout import FlatLayout
         >>> layout = FlatLayout.plan(["weight", "bias"], [(4, 3), (4,)], world_size=2)
         >>> layout.shard_numel  # of 16 elements
         8

@@ -32,7 +32,7 @@ class DtypePolicy:
 
     Examples:
         >>> import torch
-        >>> from scale_core import DtypePolicy
+        >>> from scale_core.flat.shard_storage import DtypePolicy
         >>> DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)
         DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)
 

@@ -161,7 +161,7 @@ def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
     they must not be changed, nor kept after the callback returns. `handle.remove()` ends the calls.
 
     Examples:
-        >>> from scale_core import register_local_grad_hook
+        >>> from scale_core.hooks.autograd import register_local_grad_hook
         >>> norms = []
         >>> handle = register_local_grad_hook(lambda params, grads: norms.append(sum(grad.norm() for grad in grads)))
         >>> # backward passes of sharded models now call it, on each rank with its gradients
@@ -207,7 +207,7 @@ def register_reduced_grad_hook(callback: GradsHook) -> RemovableHandle:
     got in this one, in its shape. It may read the gradients, or start to copy them; not change them.
 
     Examples:
-        >>> from scale_core import register_reduced_grad_hook
+        >>> from scale_core.hooks.autograd import register_reduced_grad_hook
         >>> handle = register_reduced_grad_hook(lambda params, grads: print(f"{len(params)} reduced"))
         >>> # backward passes of sharded models now call it
         ... handle.remove()
@@ -238,7 +238,7 @@ def register_grad_published_hook(callback: GradPublishedHook, at_once: Container
             that can't be taken back. May grow afterwards.
 
     Examples:
-        >>> from scale_core import register_grad_published_hook
+        >>> from scale_core.hooks.autograd import register_grad_published_hook
         >>> handle = register_grad_published_hook(lambda params: print(f"{len(params)} gradients"))
         >>> # backward passes of sharded models now call it
         ... handle.remove()

@@ -137,7 +137,8 @@ def set_shard(param: Tensor, shard: Shard) -> None:
 
     Examples:
         >>> import torch
-        >>> from scale_core import Shard, set_shard, shard_of
+        >>> from scale_core.shard import Shard, shard_of
+        >>> from scale_core.sharded_tensor.tensor import set_shard
         >>> param = torch.nn.Parameter(torch.ones(2, 3))
         >>> set_shard(param, Shard("weight", (4, 3), 0, 6))  # the first two of four rows
         >>> shard_of(param).stop

@@ -34,9 +34,10 @@ class ErrorFeedbackState:
 
     Examples:
         >>> import torch
-        >>> from scale_fsdp import CommunicationPolicy, ErrorFeedbackState, fully_shard
+        >>> from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
+        >>> from scale_fsdp.state_dict.error_feedback import ErrorFeedbackState
         >>> policy = CommunicationPolicy(reduce="int4", error_feedback=True)
-        >>> model = fully_shard(torch.nn.Linear(64, 64), communication=policy)
+        >>> model = fully_shard(torch.nn.Linear(64, 64), options=ShardOptions(communication=policy))
         >>> objects = {"model": model, "errors": ErrorFeedbackState(model)}  # of scale_snapshot.save
 
     See also: [the guide to state dicts](../guides/saving.md).

@@ -64,7 +64,8 @@ def plan_units(
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import plan_units, size_policy
+        >>> from scale_fsdp import size_policy
+        >>> from scale_fsdp.wrapping.auto_wrap import plan_units
         >>> plan_units(nn.Sequential(nn.Linear(64, 64), nn.Linear(4, 4)), size_policy(min_num_params=1000))
         ['0']
 
@@ -130,7 +131,8 @@ def enable_wrap(
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import FullyShardedDataParallel, enable_wrap, wrap
+        >>> from scale_fsdp import FullyShardedDataParallel
+        >>> from scale_fsdp.wrapping.auto_wrap import enable_wrap, wrap
         >>> with enable_wrap(wrapper_cls=FullyShardedDataParallel):
         ...     model = nn.Sequential(wrap(nn.Linear(8, 8)), nn.Linear(8, 4))
         >>> type(model[0]).__name__, type(model[1]).__name__
@@ -155,7 +157,8 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import FullyShardedDataParallel, enable_wrap, wrap
+        >>> from scale_fsdp import FullyShardedDataParallel
+        >>> from scale_fsdp.wrapping.auto_wrap import enable_wrap, wrap
         >>> with enable_wrap(wrapper_cls=FullyShardedDataParallel, reshard_after_forward=False):
         ...     layer = wrap(nn.Linear(8, 8))
         >>> type(layer).__name__, type(wrap(nn.Linear(8, 8))).__name__  # outside of it, the module itself
@@ -204,7 +207,8 @@ def auto_wrap(
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import auto_wrap, enable_wrap, size_policy
+        >>> from scale_fsdp import size_policy
+        >>> from scale_fsdp.wrapping.auto_wrap import auto_wrap, enable_wrap
         >>> with enable_wrap():
         ...     model = auto_wrap(nn.Sequential(nn.Linear(32, 32), nn.Linear(4, 4)), size_policy(500))
         >>> [type(layer).__name__ for layer in model]

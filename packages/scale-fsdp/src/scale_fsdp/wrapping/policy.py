@@ -50,7 +50,7 @@ class Policy(ABC):
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import plan_units
+        >>> from scale_fsdp.wrapping.auto_wrap import plan_units
         >>> from scale_fsdp.wrapping.policy import Policy
         >>> class Wide(Policy):
         ...     def selects(self, candidate):
@@ -123,7 +123,8 @@ def size_policy(min_num_params: float) -> Policy:
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import plan_units, size_policy
+        >>> from scale_fsdp import size_policy
+        >>> from scale_fsdp.wrapping.auto_wrap import plan_units
         >>> model = nn.Sequential(nn.Linear(32, 32), nn.Linear(4, 4), nn.Linear(32, 32))
         >>> plan_units(model, size_policy(min_num_params=1000))
         ['0', '2']
@@ -168,7 +169,8 @@ def class_policy(*classes: type[nn.Module] | str) -> Policy:
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import class_policy, plan_units
+        >>> from scale_fsdp import class_policy
+        >>> from scale_fsdp.wrapping.auto_wrap import plan_units
         >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False)
         >>> plan_units(model, class_policy(nn.TransformerEncoderLayer))
         ['layers.0', 'layers.1']
@@ -194,7 +196,8 @@ def no_split_policy(model: nn.Module) -> Policy:
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import no_split_policy, plan_units
+        >>> from scale_fsdp import no_split_policy
+        >>> from scale_fsdp.wrapping.auto_wrap import plan_units
         >>> class Model(nn.Sequential):  # as models of transformers do
         ...     _no_split_modules = ["Bilinear"]
         >>> model = Model(nn.Bilinear(2, 2, 2), nn.Linear(2, 2))
@@ -254,7 +257,8 @@ def name_policy(*patterns: str) -> Policy:
 
     Examples:
         >>> from torch import nn
-        >>> from scale_fsdp import name_policy, plan_units
+        >>> from scale_fsdp import name_policy
+        >>> from scale_fsdp.wrapping.auto_wrap import plan_units
         >>> plan_units(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), name_policy(r"[02]"))
         ['0', '2']
 

@@ -157,7 +157,7 @@ def balance_by_makespan(
     Examples:
         >>> import torch
         >>> from torch import nn
-        >>> from scale_pipe import balance_by_makespan
+        >>> from scale_pipe.partition.balance import balance_by_makespan
         >>> layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         >>> balance = balance_by_makespan(2, layers, torch.randn(4, 8), num_micro_batches=4, seconds=0.05)
         >>> len(balance), sum(balance)

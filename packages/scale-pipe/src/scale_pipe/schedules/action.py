@@ -29,7 +29,7 @@ class Kind(StrEnum):
         STEP: The optimizer's step for the parameters of a stage, once after all of its gradients.
 
     Examples:
-        >>> from scale_pipe import Kind
+        >>> from scale_pipe.schedules.action import Kind
         >>> [kind.value for kind in Kind]
         ['F', 'I', 'W', 'B', 'SA', 'RA', 'SG', 'RG', 'S']
 
@@ -71,7 +71,7 @@ class Action(NamedTuple):
         micro_batch: On which micro-batch, counted from 0; `EVERY_MICRO_BATCH` of a step.
 
     Examples:
-        >>> from scale_pipe import Action, Kind
+        >>> from scale_pipe.schedules.action import Action, Kind
         >>> str(Action(Kind.FORWARD, 2, 5))
         'F2.5'
 

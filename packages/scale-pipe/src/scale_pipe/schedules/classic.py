@@ -32,7 +32,8 @@ def gpipe(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> S
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import gpipe, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.classic import gpipe
         >>> round(simulate(gpipe(4, 8)).bubble, 2)  # (P - 1) / (M + P - 1)
         0.27
 
@@ -61,7 +62,8 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import one_forward_one_backward, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.classic import one_forward_one_backward
         >>> round(simulate(one_forward_one_backward(4, 8)).bubble, 2)  # as GPipe, with P live micro-batches
         0.27
 
@@ -87,7 +89,8 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: in
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import interleaved_1f1b, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.classic import interleaved_1f1b
         >>> round(simulate(interleaved_1f1b(4, 8, stages_per_rank=2)).bubble, 2)
         0.16
 
@@ -116,7 +119,8 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import looped_breadth_first, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.classic import looped_breadth_first
         >>> round(simulate(looped_breadth_first(4, 8, stages_per_rank=2)).bubble, 2)
         0.16
 

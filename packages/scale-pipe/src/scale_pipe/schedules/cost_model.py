@@ -28,7 +28,8 @@ class Costs:
         ValueError: The lengths differ, or a time is negative or not finite.
 
     Examples:
-        >>> from scale_pipe import Costs, gpipe, simulate
+        >>> from scale_pipe import Costs, simulate
+        >>> from scale_pipe.schedules.classic import gpipe
         >>> costs = Costs(forward=(1.0, 2.0), input_gradient=(1.0, 2.0), weight_gradient=(1.0, 2.0), link=(0.5,))
         >>> simulate(gpipe(2, 4), costs).makespan
         28.0

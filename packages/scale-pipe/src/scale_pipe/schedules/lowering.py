@@ -46,7 +46,9 @@ def build_schedule(name: str, placement: StagePlacement, num_micro_batches: int,
         ValueError: There is not one order for each rank.
 
     Examples:
-        >>> from scale_pipe import Action, Kind, StagePlacement, build_schedule
+        >>> from scale_pipe.schedules.action import Action, Kind
+        >>> from scale_pipe.schedules.placement import StagePlacement
+        >>> from scale_pipe.schedules.lowering import build_schedule
         >>> orders = [[Action(kind, stage, 0) for kind in (Kind.FORWARD, Kind.BACKWARD)] for stage in range(2)]
         >>> schedule = build_schedule("mine", StagePlacement((0, 1)), 1, orders)
         >>> print(*schedule.actions[0])

@@ -32,7 +32,7 @@ class StagePlacement:
         ValueError: There is no stage, or a rank between 0 and the highest holds none.
 
     Examples:
-        >>> from scale_pipe import StagePlacement
+        >>> from scale_pipe.schedules.placement import StagePlacement
         >>> StagePlacement((0, 1, 1, 0)).rank_of  # a V of four stages on two ranks
         (0, 1, 1, 0)
 

@@ -34,7 +34,7 @@ class Schedule:
         ValueError: num_micro_batches is less than 1, or the number of lists is not that of the ranks.
 
     Examples:
-        >>> from scale_pipe import one_forward_one_backward
+        >>> from scale_pipe.schedules.classic import one_forward_one_backward
         >>> schedule = one_forward_one_backward(num_ranks=2, num_micro_batches=2)
         >>> [str(action) for action in schedule.actions[0] if action.kind.value in "FB"]
         ['F0.0', 'F0.1', 'B0.0', 'B0.1']

@@ -29,7 +29,8 @@ class ScheduleSimulation:
         spans: All computations and sends, by start.
 
     Examples:
-        >>> from scale_pipe import gpipe, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.classic import gpipe
         >>> simulation = simulate(gpipe(2, 4))
         >>> simulation.makespan, round(simulation.bubble, 2)
         (15.0, 0.2)
@@ -116,7 +117,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> ScheduleSimulati
         ValueError: The costs are for another number of stages.
 
     Examples:
-        >>> from scale_pipe import gpipe, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.classic import gpipe
         >>> simulation = simulate(gpipe(2, 4))
         >>> round(simulation.bubble, 2)
         0.2

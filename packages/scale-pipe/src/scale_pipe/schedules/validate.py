@@ -66,7 +66,8 @@ def validate(
         ValueError: The transport is none of the three, or there is not one cap for each rank.
 
     Examples:
-        >>> from scale_pipe import gpipe, validate
+        >>> from scale_pipe.schedules.classic import gpipe
+        >>> from scale_pipe.schedules.validate import validate
         >>> validate(gpipe(2, 4))
         >>> try:
         ...     validate(gpipe(2, 4), memory_cap=2)

@@ -39,7 +39,10 @@ def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, widt
         ValueError: There is no simulation, or the width leaves no room.
 
     Examples:
-        >>> from scale_pipe import draw, gpipe, simulate, zb_v
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.visualize import draw
+        >>> from scale_pipe.schedules.classic import gpipe
+        >>> from scale_pipe.schedules.zero_bubble import zb_v
         >>> svg = draw([simulate(gpipe(2, 4)), simulate(zb_v(2, 4))])
         >>> svg[:4]
         '<svg'
@@ -78,7 +81,9 @@ def save_drawing(
 
     Examples:
         >>> import tempfile
-        >>> from scale_pipe import gpipe, save_drawing, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.classic import gpipe
+        >>> from scale_pipe.schedules.visualize import save_drawing
         >>> save_drawing(simulate(gpipe(2, 4)), f"{tempfile.mkdtemp()}/gpipe.svg")
 
     See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
@@ -135,7 +140,9 @@ def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
     Its times are taken as seconds.
 
     Examples:
-        >>> from scale_pipe import chrome_trace, gpipe, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.visualize import chrome_trace
+        >>> from scale_pipe.schedules.classic import gpipe
         >>> trace = chrome_trace(simulate(gpipe(2, 4)))
         >>> sorted({event["ph"] for event in trace["traceEvents"]})
         ['C', 'M', 'X']
@@ -173,7 +180,9 @@ def save_chrome_trace(simulation: ScheduleSimulation, path: str | PathLike[str])
 
     Examples:
         >>> import tempfile
-        >>> from scale_pipe import gpipe, save_chrome_trace, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.classic import gpipe
+        >>> from scale_pipe.schedules.visualize import save_chrome_trace
         >>> save_chrome_trace(simulate(gpipe(2, 4)), f"{tempfile.mkdtemp()}/trace.json")  # for ui.perfetto.dev
 
     See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).

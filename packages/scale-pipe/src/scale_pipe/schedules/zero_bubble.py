@@ -53,7 +53,8 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import simulate, zb_h1
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.zero_bubble import zb_h1
         >>> round(simulate(zb_h1(4, 8)).bubble, 2)
         0.11
 
@@ -80,7 +81,8 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import simulate, zb_v
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.zero_bubble import zb_v
         >>> round(simulate(zb_v(4, 8)).bubble, 2)
         0.06
 
@@ -97,7 +99,8 @@ def v_half(num_ranks: int, num_micro_batches: int) -> Schedule:
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import simulate, v_half
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.zero_bubble import v_half
         >>> simulate(v_half(4, 8)).schedule.placement.rank_of
         (0, 1, 2, 3, 3, 2, 1, 0)
 
@@ -114,7 +117,8 @@ def v_min(num_ranks: int, num_micro_batches: int) -> Schedule:
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import simulate, v_min
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.zero_bubble import v_min
         >>> round(simulate(v_min(4, 8)).bubble, 2)
         0.29
 
@@ -191,7 +195,8 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
         ValueError: A number is not positive.
 
     Examples:
-        >>> from scale_pipe import dual_pipe_v, simulate
+        >>> from scale_pipe import simulate
+        >>> from scale_pipe.schedules.zero_bubble import dual_pipe_v
         >>> round(simulate(dual_pipe_v(2, 8)).bubble, 2)
         0.02
 

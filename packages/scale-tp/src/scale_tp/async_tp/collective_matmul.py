@@ -80,7 +80,7 @@ def gather_linear(
 
     Examples:
         >>> import torch
-        >>> from scale_tp import gather_linear
+        >>> from scale_tp.async_tp.collective_matmul import gather_linear
         >>> (output,) = gather_linear(torch.ones(6, 4), [torch.ones(3, 4)], pieces=2)
         >>> output.shape
         torch.Size([6, 3])
@@ -124,7 +124,7 @@ def linear_scatter(
 
     Examples:
         >>> import torch
-        >>> from scale_tp import linear_scatter
+        >>> from scale_tp.async_tp.collective_matmul import linear_scatter
         >>> linear_scatter(torch.ones(6, 4), torch.ones(3, 4)).shape  # on two ranks [3, 3]
         torch.Size([6, 3])
 

@@ -106,7 +106,7 @@ def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None)
 
     Examples:
         >>> import torch
-        >>> from scale_tp import register_grad_all_reduce
+        >>> from scale_tp.layers.norm import register_grad_all_reduce
         >>> norm = register_grad_all_reduce(torch.nn.LayerNorm(8))  # a custom norm under sequence_parallel=True
 
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).

@@ -108,7 +108,9 @@ def lower_bound(
         ValueError: The costs are for another number of stages, or there is not one cap for each rank.
 
     Examples:
-        >>> from scale_pipe import Costs, StagePlacement, lower_bound
+        >>> from scale_pipe import Costs
+        >>> from scale_pipe.schedules.placement import StagePlacement
+        >>> from scale_pipe.schedules.solver.bounds import lower_bound
         >>> bound = lower_bound(StagePlacement((0, 1)), 4, Costs.uniform(2))
         >>> bound.makespan
         13.0
