@@ -11,8 +11,8 @@ imports. The figures are medians over the turns. The last column is what the che
 error, after one step.
 
 You fetch the scripts: `DIR` has clones of `karpathy/nanoGPT`, `pytorch/torchtitan`, `huggingface/accelerate` and
-`huggingface/transformers`. Install `torchtitan==0.2.2`, `torchdata`, `transformers`, `accelerate`, `datasets` and
-`evaluate`, with the release of transformers that its example belongs to. Everything else is random, and small:
+`huggingface/transformers`. Install `torchtitan==0.2.2`, `torchdata`, `triton`, `transformers`, `accelerate`, `datasets`
+and `evaluate`, with the release of transformers that its example belongs to. Everything else is random, and small:
 
 - nanoGPT's `train.py`: the data, and a GPT of 4 layers, 128 wide. Three lines that name a CUDA device are changed.
 - torchtitan's trainer: `llama3` as `debugmodel`, with the test data and the tokenizer of its repository, under FSDP2. A
