@@ -116,6 +116,8 @@ class ParallelDims:
             |    |
             6 -- 7
 
+    In code, with the groups along each axis:
+
         >>> dims = ParallelDims(tp=2, world_size=8)
         >>> dims.dp_shard
         4
@@ -130,6 +132,8 @@ class ParallelDims:
                          |  |  |  |    dp_replicate
         dp_replicate 1:  4  5  6  7    fsdp
 
+    In code:
+
         >>> dims = ParallelDims(dp_replicate=2, world_size=8)
         >>> dims.ranks("fsdp"), dims.ranks("dp_replicate")
         ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]])
@@ -138,6 +142,8 @@ class ParallelDims:
 
         experts A  B  A  B  A  B  A  B
         rank    0  1  2  3  4  5  6  7
+
+    In code:
 
         >>> dims = ParallelDims(ep=2, world_size=8)
         >>> dims.ranks("ep"), dims.ranks("efsdp")
@@ -148,6 +154,8 @@ class ParallelDims:
         stage 0:  0  1  2  3
                   |  |  |  |   pp
         stage 1:  4  5  6  7
+
+    In code:
 
         >>> ParallelDims(pp=2, tp=2, world_size=8).ranks("pp")
         [[0, 4], [1, 5], [2, 6], [3, 7]]
