@@ -50,6 +50,19 @@ def test_a_product_and_other_operators_take_their_time_one_after_the_other() -> 
         assert clocks.now == 0.5 + 2 * 16
 
 
+def test_what_is_written_only_counts_once() -> None:
+    with timed() as (clocks, weight):
+        target = torch.empty(64, 64, device="sim")
+        for write in (lambda: target.copy_(weight), lambda: torch._foreach_copy_([target], [weight])):
+            begin = clocks.now
+            write()
+            assert clocks.now == begin + 32
+        torch.add(weight, weight, out=target)
+        assert clocks.now == begin + 32 + 48
+        torch._foreach_add_([target], 1)
+        assert clocks.now == begin + 32 + 48 + 32
+
+
 def test_a_collective_runs_beside_the_computation_until_it_is_waited_for() -> None:
     with timed() as (clocks, weight):
         work = dist.all_reduce(weight, async_op=True)

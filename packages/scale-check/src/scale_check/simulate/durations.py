@@ -202,12 +202,12 @@ def operator_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """The bytes that an operator reads and writes; those of a view, or of a collective, are 0."""
     if not _has_kernel(func):
         return 0
-    if func.name() == "aten::copy_":
-        return sum(tensor.nbytes for tensor in args[:2])  # The target is written, and not read.
-    tensors = list(tensors_with_memory([args, list(kwargs.values()), result]))
-    if not any(True for _ in tensors_with_memory(result)):  # What it returns is what it writes, otherwise.
-        tensors += [tensor for tensor, is_written in accesses(func, args, kwargs) if is_written]
-    return sum(tensor.nbytes for tensor in tensors)
+    if func.name() in ("aten::copy_", "aten::_foreach_copy_"):
+        return sum(tensor.nbytes for tensor in tensors_with_memory(args[:2]))  # The target is written, and not read.
+    read = tensors_with_memory([args, [value for name, value in kwargs.items() if name != "out"]])
+    written = list(tensors_with_memory(result))  # What it returns, or what it has been given to write to.
+    written = written or [tensor for tensor, is_written in accesses(func, args, kwargs) if is_written]
+    return sum(tensor.nbytes for tensor in (*read, *written))
 
 
 def _has_kernel(func: Any) -> bool:

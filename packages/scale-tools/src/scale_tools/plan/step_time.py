@@ -32,7 +32,7 @@ ADAM_BYTES = 28
 
 
 @dataclass(frozen=True)
-class Rates:
+class MachineRates:
     """What a machine reaches: operations and bytes in a second, of one rank.
 
     Attributes:
@@ -54,9 +54,9 @@ class Rates:
         return durations.Rates(self.compute, self.memory, self.host_link, self.host_memory, self.link)
 
 
-def rates_of(options: PlanOptions, ranks: int) -> Rates:
+def rates_of(options: PlanOptions, ranks: int) -> MachineRates:
     """Returns what the options say of the machine, with so many ranks in all."""
-    return Rates(
+    return MachineRates(
         compute=options.tflops * 1e12,
         link=options.link * 1e9,
         host_link=options.host_link * 1e9,
@@ -79,10 +79,10 @@ class StepWork(NamedTuple):
     operator_bytes: int = 0
 
 
-def step_seconds(work: StepWork, rates: Rates) -> float:
+def step_seconds(work: StepWork, rates: MachineRates) -> float:
     """Returns the seconds of one step.
 
-    >>> rates = Rates(compute=1e12, link=1e9, host_link=1e9, memory=1e12, host_memory=1e11)
+    >>> rates = MachineRates(compute=1e12, link=1e9, host_link=1e9, memory=1e12, host_memory=1e11)
     >>> work = StepWork(2 * 10**12, 10**9, 0, 0, 0, 0, updates_on_host=False, bubble=0.0)
     >>> step_seconds(work, rates), step_seconds(work._replace(bubble=0.5, layer_bytes=10**9), rates)
     (2.0, 5.0)
