@@ -177,7 +177,7 @@ def test_the_ranks_of_a_pipeline_have_other_parts_of_the_model_if_they_have_para
 
 def test_what_is_given_is_taken_unless_it_has_other_stages_of_the_pipeline(monkeypatch) -> None:
     model, optimizer = announced(fake(0, 3))
-    monkeypatch.setattr("scale_adascale.measurement.param_info.group_of", lambda given: given)
+    monkeypatch.setattr("scale_adascale.measurement.param_info.group_of", lambda given, *axes: given)
     replicas = fake(0, 1)
     assert data_group_of(optimizer, replicas) is replicas
     assert model_group_of(optimizer, replicas, fake(0, 2)) == fake(0, 2)
@@ -188,6 +188,6 @@ def test_what_is_given_is_taken_unless_it_has_other_stages_of_the_pipeline(monke
 
 def test_where_all_ranks_are_those_of_one_pipeline_none_has_other_data(monkeypatch) -> None:
     model, optimizer = announced(fake(0, 1))
-    monkeypatch.setattr("scale_adascale.measurement.param_info.group_of", lambda given: fake(0, 1))
+    monkeypatch.setattr("scale_adascale.measurement.param_info.group_of", lambda given, *axes: fake(0, 1))
     assert data_group_of(optimizer, None) == Group()
     del model
