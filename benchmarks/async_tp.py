@@ -22,11 +22,17 @@ from typing import Any
 
 import torch
 from report import Table, save
-from step_timeline import Clocks, durations
 from torch import Tensor, nn
 
 from scale_check.simulate import simulate
-from scale_tp import ColumnParallelLinear, RowParallelLinear, destroy_model_parallel, initialize_model_parallel
+from scale_check.simulate.durations import Rates, durations
+from scale_tp import (
+    ColumnParallelLinear,
+    LayerOptions,
+    RowParallelLinear,
+    destroy_model_parallel,
+    initialize_model_parallel,
+)
 
 WORLD_SIZE = 8
 PIECES = (None, 1, 2, 4)
@@ -37,7 +43,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int, sequence_parallel: bool, pieces: int | None) -> None:
         super().__init__()
-        options: dict[str, Any] = {"bias": False, "sequence_parallel": sequence_parallel, "overlap_pieces": pieces}
+        layer_options = LayerOptions(sequence_parallel=sequence_parallel, overlap_pieces=pieces)
+        options: dict[str, Any] = {"bias": False, "options": layer_options}
         self.column = ColumnParallelLinear(width, 4 * width, gather_output=False, **options)
         self.row = RowParallelLinear(4 * width, width, input_is_parallel=True, **options)
 
@@ -72,8 +79,7 @@ def step_of(
     """Seconds of a steady forward and backward, and of the host; collectives take no time at 0 bytes/s."""
     with simulate(world_size=WORLD_SIZE, device="sim", check=False) as simulation:
         initialize_model_parallel(WORLD_SIZE)
-        clocks = Clocks(bytes_per_second)
-        with durations(clocks, simulation):
+        with durations(simulation, Rates(network_bytes_per_second=bytes_per_second)) as clocks:
             torch.set_default_dtype(torch.bfloat16)
             try:
                 with torch.device("sim"):

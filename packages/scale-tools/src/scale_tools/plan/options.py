@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from scale_train.configuration.fields import fields_of
+from scale_train.configuration.fields import fields_of, purpose_of
 from scale_train.configuration.help import HELP, help_page
 
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -105,4 +104,4 @@ def plan_help_text(width: int | None = None) -> str:
     fields = {field.name: field for field in fields_of(PlanOptions, "plan", sys.modules[__name__])}
     fields["json"] = replace(fields["json"], placeholder="", default=None)  # `plan` takes no word after a flag
     groups = {title: [fields[name] for name in names] for title, names in GROUPS.items()}
-    return help_page("usage: scale-train plan [OPTIONS]", inspect.getdoc(PlanOptions) or "", (HELP,), groups, width)
+    return help_page("usage: scale-train plan [OPTIONS]", purpose_of(PlanOptions), (HELP,), groups, width)

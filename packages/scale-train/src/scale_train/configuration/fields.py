@@ -107,7 +107,7 @@ def fields_of(options: Any, table: str, module: types.ModuleType) -> list[Option
 def table_help(table: str) -> str:
     """Returns the one sentence on a table."""
     options: Any = typing.get_type_hints(Options)[table]
-    return inspect.getdoc(options) or ""
+    return purpose_of(options)
 
 
 def _field_of(table: str, field: dataclasses.Field[Any], hint: Any, text: str) -> OptionField:
@@ -146,3 +146,8 @@ def docstrings_of(options: type, module: types.ModuleType) -> dict[str, str]:
             assert isinstance(statement.target, ast.Name) and isinstance(following.value, ast.Constant)
             texts[statement.target.id] = " ".join(str(following.value.value).split())
     return texts
+
+
+def purpose_of(options: type) -> str:
+    """Returns the docstring of a dataclass of options, without its example and what follows that."""
+    return (inspect.getdoc(options) or "").partition("\n\nExample")[0].partition("\n\nSee also:")[0]

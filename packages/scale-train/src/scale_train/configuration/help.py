@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from scale_train.configuration.fields import OptionField, option_fields, table_help
+from scale_train.configuration.fields import OptionField, option_fields, purpose_of, table_help
 from scale_train.options import Options
 
 HELP = ("-h, --help", "Print this, and end.")
@@ -36,7 +35,7 @@ def help_text(width: int | None = None) -> str:
     for field in option_fields().values():
         groups.setdefault(f"[{field.table}] {table_help(field.table)}", []).append(field)
     usage = "usage: scale-train lm [--config FILE] [OPTIONS]"
-    return help_page(usage, inspect.getdoc(Options) or "", _GENERAL, groups, width)
+    return help_page(usage, purpose_of(Options), _GENERAL, groups, width)
 
 
 def help_page(
