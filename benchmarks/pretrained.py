@@ -47,7 +47,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from scale_core.testing import run_ranks
 from scale_fsdp import ShardOptions, full_state_dict, fully_shard_modules, no_split_policy
 from scale_snapshot import load_pretrained, save_pretrained
-from scale_snapshot.format.safetensors_io import memory_of, opened, read_into
+from scale_snapshot.format.safetensors_io import memory_of
+from scale_snapshot.format.stored_file import opened
 
 LOADING = {
     "plain read": "plain read",
@@ -94,9 +95,9 @@ def plain_read(files: list[Path], memory: list[torch.Tensor] | None = None) -> l
     for number, file in enumerate(files):
         begin, end = share(file.stat().st_size)
         held.append(memory[number] if memory else torch.empty(end - begin, dtype=torch.uint8))
-        with opened(file) as descriptor:
+        with opened(file) as stored:
             for at in range(0, end - begin, PIECE):
-                read_into(descriptor, [memory_of(held[-1][at : at + PIECE])], begin + at)
+                stored.read_into([memory_of(held[-1][at : at + PIECE])], begin + at)
     return held
 
 
@@ -132,9 +133,9 @@ def digest(model: nn.Module) -> str:
 def forget(files: list[Path]) -> None:
     """Takes files out of the system's cache."""
     for file in files:
-        with opened(file) as descriptor:
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        with file.open("rb") as stored:
+            os.fsync(stored.fileno())
+            os.posix_fadvise(stored.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def timed(act: Callable[[], object]) -> tuple[dict[str, float], object]:
