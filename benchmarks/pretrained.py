@@ -44,6 +44,7 @@ from report import Table, save
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import ShardOptions, full_state_dict, fully_shard_modules, no_split_policy
 from scale_snapshot import load_pretrained, save_pretrained
@@ -126,7 +127,7 @@ def digest(model: nn.Module) -> str:
     """Of this rank's parts."""
     hashed = hashlib.sha256()
     for param in model.parameters():
-        hashed.update(memory_of(param.detach().contiguous()))
+        hashed.update(memory_of(local_tensor(param).detach().contiguous()))
     return hashed.hexdigest()
 
 
