@@ -108,7 +108,7 @@ def test_a_model_that_stays_on_the_host_by_mistake_is_a_warning(monkeypatch: pyt
     """FSDP2 moves it to the device of its mesh; here the mesh or the model says where it computes."""
     over_nccl = dataclasses.replace(Group(), backend="nccl")
     ranks = MeshInfo(Group(), Group(), over_nccl)
-    monkeypatch.setattr(shard_module, "resolve_mesh_info", lambda mesh: ranks)
+    monkeypatch.setattr(shard_module, "resolve_mesh_info", lambda mesh, params: ranks)
     with pytest.warns(UserWarning, match="Linear is on the CPU and computes there, but its ranks communicate by nccl"):
         fully_shard(torch.nn.Linear(2, 2))
     fully_shard(torch.nn.Linear(2, 2), options=ShardOptions(compute_device="cpu"))

@@ -17,7 +17,7 @@ from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.flat.layout import FlatLayout
 from scale_core.flat.transport import PlainTransport
 from scale_core.shard import on_local_tensors
-from scale_fsdp import CommunicationPolicy, fully_shard
+from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
 from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.transports.blocks import BlockFormat
 from scale_fsdp.transports.float8 import Float8Transport
@@ -38,7 +38,7 @@ CHOICES = {
 def test_a_buffer_and_its_copies_have_the_transport_of_the_policy(choice: str) -> None:
     policy, kind = CHOICES[choice]
     with simulate(rank=0, world_size=4, fake=False):
-        model = fully_shard(nn.Linear(16, 16, bias=False), communication=policy)
+        model = fully_shard(nn.Linear(16, 16, bias=False), options=ShardOptions(communication=policy))
         for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             ((buffer,),) = (unit.buffers for unit in units_in(copied))
             assert type(buffer.transport) is buffer.reduction.transport.__class__ is kind
