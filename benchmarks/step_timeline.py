@@ -164,8 +164,9 @@ def divided(model: nn.Sequential, **options: Any) -> tuple[nn.Module, Any]:
     for block in model.bfloat16():
         layers = block.layers
         for index, layer in enumerate(layers):
-            common: Any = {"bias": False, "sequence_parallel": True, "device": "sim", "dtype": torch.bfloat16}
-            common |= {"process_group": group_of(), **options}
+            layer_options = scale_tp.LayerOptions(sequence_parallel=True, **options)
+            common: Any = {"bias": False, "device": "sim", "dtype": torch.bfloat16, "options": layer_options}
+            common |= {"process_group": group_of()}
             sizes = layer.in_features, layer.out_features
             if index % 2 == 0:
                 layers[index] = scale_tp.ColumnParallelLinear(*sizes, gather_output=False, **common)
