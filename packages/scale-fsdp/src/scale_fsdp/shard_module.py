@@ -109,8 +109,8 @@ def fully_shard(
         mesh: The ranks to shard over: a ParallelDims, a DeviceMesh of one dimension, or a process group. None is the
             default group, or a world of one where torch.distributed is not initialized. A DeviceMesh of two dimensions
             is hybrid sharding: the ranks along the second share one copy of the model, those along the first hold
-            copies. Parameters go to the mesh's accelerator, if it is one of such. A `scale_core.ParallelDims` has these
-            ranks as `dp_replicate` and `fsdp`. A module whose parameters are experts that `ep` divides is sharded over
+            copies. If the mesh is of an accelerator, parameters go there. A `scale_core.ParallelDims` has these ranks
+            as `dp_replicate` and `fsdp`. A module whose parameters are experts that `ep` divides is sharded over
             `efsdp`, the ranks that have the same experts.
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
             to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves

@@ -129,6 +129,6 @@ class LocalSGDOptions:
 
 
 def check_count(owner: str, name: str, value: Any) -> None:
-    """Refuses a value that is no integer of at least 1."""
+    """Raises for a value that is not an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{owner}: expected {name} to be an integer of at least 1, got {value!r}")

@@ -66,7 +66,7 @@ NewGroups = dict[tuple[tuple[tuple[int, ...], ...], str | None], dist.ProcessGro
 
 def new_group_along(
     partition: Sequence[Sequence[int]],
-    made: NewGroups,
+    new_groups: NewGroups,
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
@@ -75,19 +75,19 @@ def new_group_along(
 
     Args:
         partition: The global ranks of each group.
-        made: The groups of earlier calls, by their partition: an equal partition has the same groups.
+        new_groups: The groups of earlier calls, by their partition: an equal partition has the same groups.
         backend: The transport; None is that of the default group.
         timeout: None is that of the default group. torch's own is half an hour for any group.
     """
     key = (tuple(map(tuple, partition)), backend)
-    if key not in made:
+    if key not in new_groups:
         world, rank = dist.group.WORLD, dist.get_rank()
         if timeout is None and world is not None and not compat.is_fake_group(world):
             timeout = compat.new_group_limit(world)
         # torch wants every rank to make all of them.
         groups = [dist.new_group(list(ranks), timeout=timeout, backend=backend) for ranks in partition]
-        made[key] = next(group for group, ranks in zip(groups, partition, strict=True) if rank in ranks)
-    return made[key]
+        new_groups[key] = next(group for group, ranks in zip(groups, partition, strict=True) if rank in ranks)
+    return new_groups[key]
 
 
 class _AxisGroups:
@@ -243,11 +243,11 @@ class ParallelDims:
             ValueError: There is no such axis, or torch.distributed has a different number of ranks.
         """
         _, names = self._lattice(axes)
-        made = self._axis_groups()
-        if (self, names) not in made.by_axes:
-            for each in (*_MADE_TOGETHER, axes):
-                self._make(made, self._lattice(each)[1])
-        group = made.by_axes[self, names] or dist.group.WORLD
+        groups = self._axis_groups()
+        if (self, names) not in groups.by_axes:
+            for names_together in (*_MADE_TOGETHER, axes):
+                self._make(groups, self._lattice(names_together)[1])
+        group = groups.by_axes[self, names] or dist.group.WORLD
         assert group is not None
         return group
 
@@ -350,17 +350,17 @@ class ParallelDims:
             raise forked_error()
         return state.get_or_create(_AxisGroups)
 
-    def _make(self, made: _AxisGroups, names: tuple[str, ...]) -> None:
-        if (self, names) in made.by_axes:
+    def _make(self, groups: _AxisGroups, names: tuple[str, ...]) -> None:
+        if (self, names) in groups.by_axes:
             return
         partition = rank_groups(self._lattice(names)[0], *names)
         if len(partition) == 1:
-            made.by_axes[self, names] = None
+            groups.by_axes[self, names] = None
         elif len(partition[0]) > 1:
-            made.by_axes[self, names] = new_group_along(partition, made.new_groups)
+            groups.by_axes[self, names] = new_group_along(partition, groups.new_groups)
         else:
-            made.this_rank = made.this_rank or compat.new_group_of_members([dist.get_rank()], None)
-            made.by_axes[self, names] = made.this_rank
+            groups.this_rank = groups.this_rank or compat.new_group_of_members([dist.get_rank()], None)
+            groups.by_axes[self, names] = groups.this_rank
 
 
 def _num_ranks() -> int | None:

@@ -165,8 +165,8 @@ class CollectiveWork:
                     raise
             finish, self._finish = self._finish, None
             works, self._keep = [], []  # Sent tensors are free before `finish` takes memory of its own.
-            made = result if finish is None else finish()
-            self._result = made.wait(limit_seconds) if isinstance(made, CollectiveWork) else made
+            final = result if finish is None else finish()
+            self._result = final.wait(limit_seconds) if isinstance(final, CollectiveWork) else final
         if self._result is None:
             raise TransferError(self.op, None, "it was canceled, or has failed before")
         return self._result

@@ -160,8 +160,8 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         updated = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
         if isinstance(optimizer, OSS):
             updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // dims.size("loss")
-        found = _read(strategy, simulation, operators, updated, dims, replica.offloaded_bytes)
-    return replace(found, seconds=_replica_seconds(planned, strategy, options))
+        estimate = _read(strategy, simulation, operators, updated, dims, replica.offloaded_bytes)
+    return replace(estimate, seconds=_replica_seconds(planned, strategy, options))
 
 
 def _replica_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float | None:
@@ -208,10 +208,10 @@ def _replica(
         before = simulation.on("cpu").current_bytes
         with _divided_sequence(dims) as divide:
             with _autocast(None if asked.parallel == "fsdp" else dtype, simulation.device.type):
-                found = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
+                result = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
             if strategy.offload:
                 replica.offloaded_bytes = simulation.on("cpu").current_bytes - before
-            scaler.scale(found).backward()
+            scaler.scale(result).backward()
         scaler.step(optimizer)
         scaler.update()
         if isinstance(optimizer, OSS):
@@ -232,8 +232,8 @@ def _divided_sequence(dims: ParallelDims) -> Iterator[Callable[..., Tensor]]:
     def divided(loss: object, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
         positions = position_ids(tokens.shape[1], dims, device=tokens.device)
         tokens, targets = (split_sequence(each, dims) for each in (tokens, targets))
-        found: Tensor = model(tokens, targets, positions=positions)
-        return found
+        result: Tensor = model(tokens, targets, positions=positions)
+        return result
 
     with context_parallel(dims):
         yield divided
@@ -308,11 +308,11 @@ def _averaging(model: nn.Module, data: Group, simulation: Simulation) -> nn.Modu
 
 def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
     """The memory of the rank that needs most, and the time of the slowest one."""
-    rates, found = rates_of(options, strategy.ranks), list[Estimate]()
+    rates, estimates = rates_of(options, strategy.ranks), list[Estimate]()
     for rank in ranks_to_simulate(planned, strategy):
-        found.append(_estimate_stages(planned, strategy, options, rank))
-    slowest = max(found, key=lambda each: 0.0 if each.work is None else step_seconds(each.work, rates))
-    fullest = max(found, key=lambda each: each.peak_bytes)
+        estimates.append(_estimate_stages(planned, strategy, options, rank))
+    slowest = max(estimates, key=lambda estimate: 0.0 if estimate.work is None else step_seconds(estimate.work, rates))
+    fullest = max(estimates, key=lambda estimate: estimate.peak_bytes)
     return replace(fullest, work=slowest.work, bytes_sent=slowest.bytes_sent)
 
 
@@ -348,13 +348,13 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
         step = _step_of_stage(stage, passed[rank], strategy, asked, rank, averages=has_buckets)
         operators = _two_steps(step, simulation)
         params = sum(param.numel() for param in stage.parameters())
-        found = _read(strategy, simulation, operators, params, dims)
+        estimate = _read(strategy, simulation, operators, params, dims)
         reduced = 0 if strategy.shards_stages else _averaged_bytes(stage, dims)
     neighbors = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
     exchanged = strategy.chunks * sum(
         tensor.nbytes for given in neighbors for tensor in tensors_in(given) if tensor.is_floating_point()
     )
-    return _with_messages(found, exchanged, reduced)
+    return _with_messages(estimate, exchanged, reduced)
 
 
 def _averaged_bytes(stage: nn.Module, dims: ParallelDims) -> int:
@@ -405,18 +405,18 @@ def _step_of_stage(
     return step
 
 
-def _with_messages(found: Estimate, exchanged: int, reduced: int) -> Estimate:
+def _with_messages(estimate: Estimate, exchanged: int, reduced: int) -> Estimate:
     """Returns a stage's estimate with the bytes that it exchanges with its neighbors, and those of its average."""
-    assert found.work is not None
-    work = found.work._replace(
-        overlapped_bytes=found.work.overlapped_bytes + exchanged,
-        after_step_bytes=found.work.after_step_bytes + reduced,
-        bubble=simulate_schedule(_schedule(found.strategy)).bubble,
+    assert estimate.work is not None
+    work = estimate.work._replace(
+        overlapped_bytes=estimate.work.overlapped_bytes + exchanged,
+        after_step_bytes=estimate.work.after_step_bytes + reduced,
+        bubble=simulate_schedule(_schedule(estimate.strategy)).bubble,
     )
-    sent = {"send": exchanged, **found.bytes_sent}
+    sent = {"send": exchanged, **estimate.bytes_sent}
     if reduced:
         sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
-    return replace(found, host_peak_by_kind={}, bytes_sent=sent, work=work)
+    return replace(estimate, host_peak_by_kind={}, bytes_sent=sent, work=work)
 
 
 def _schedule(strategy: Strategy) -> Schedule:

@@ -6,17 +6,20 @@ this folder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.mesh import ParallelDims
+from scale_core.shard import full_shape
 from scale_fsdp import ShardOptions
 from scale_moe import MoE, average_replicated_gradients
 from scale_oss import OSS, ShardedDataParallel
@@ -25,8 +28,6 @@ from scale_train.huggingface.model import TransformersSource
 from scale_train.model.gpt import GPT, IGNORED
 from scale_train.options import OptimizerOptions, ParallelOptions
 from scale_train.training.parallel.activations import checkpoint_blocks
-from scale_train.training.parallel.initialization import init_of
-from scale_train.training.parallel.optimizer import make_optimizer
 from scale_train.training.parallel.parallelize_gpt import (
     COMPUTE_DTYPES,
     blocks_policy,
@@ -163,18 +164,18 @@ def make_engine(
     if options.parallel == "pipe":
         assert isinstance(model, GPT)
         pipeline = PipelineEngine(model, options, dims, device)
-        optimizer = make_optimizer(pipeline, options, optimizer_options, dims)
+        optimizer = _make_optimizer(pipeline, options, optimizer_options, dims)
         return Engine(pipeline, pipeline, optimizer, options, device, dims)
     if options.parallel != "fsdp" or not next(model.parameters()).is_meta:
         model.to(device)
     if options.parallel == "fsdp":
-        shard_options = ShardOptions(init=init_of(model, source), compute_device=device)
+        shard_options = ShardOptions(init=_init_of(model, source), compute_device=device)
         shard_units(model, blocks_policy(model), dims, progress, options=shard_options, **sharding_of(options))
     elif dims.ep > 1:
         average_replicated_gradients(model, dims)
     if source is not None:
         source.load(model, torch.device("cpu") if options.cpu_offload else device, group_of(dims, "loss"))
-    optimizer = make_optimizer(model, options, optimizer_options, dims)
+    optimizer = _make_optimizer(model, options, optimizer_options, dims)
     called: nn.Module = model
     if isinstance(optimizer, OSS) and options.parallel == "sharded-ddp":
         called = ShardedDataParallel(model, optimizer)
@@ -182,3 +183,32 @@ def make_engine(
         same_params = dims.process_group("edp")
         called = DistributedDataParallel(model, process_group=same_params, gradient_as_bucket_view=True)
     return Engine(called, model, optimizer, options, device, dims)
+
+
+def _make_optimizer(
+    model: nn.Module, parallel: ParallelOptions, options: OptimizerOptions, dims: ParallelDims
+) -> AdamW | OSS:
+    """AdamW, with weight decay on matrices only."""
+    params = list(model.parameters())
+    # The full shape: a local shard may have fewer dimensions.
+    matrices = [param for param in params if len(full_shape(param)) >= 2]
+    vectors = [param for param in params if len(full_shape(param)) < 2]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    arguments: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95)}
+    arguments |= (
+        {"fused": True} if options.optimizer_kernel == "fused" else {"foreach": options.optimizer_kernel == "foreach"}
+    )
+    if parallel.parallel in ("oss", "sharded-ddp"):
+        return OSS(groups, AdamW, dims, **arguments)
+    return AdamW(groups, **arguments)
+
+
+def _init_of(model: nn.Module, source: TransformersSource | None) -> Callable[[nn.Module], None] | Literal[False]:
+    """What initializes the modules of a model on the meta device; False where weights are loaded afterwards."""
+    if source is None:
+        assert isinstance(model, GPT)
+        return model.init_weights
+    return False if source.has_weights else source.initializer(model)

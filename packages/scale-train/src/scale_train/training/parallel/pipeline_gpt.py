@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -13,6 +13,7 @@ from scale_core.comm.collectives import all_reduce, broadcast
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.mesh import ParallelDims
 from scale_core.optim.grad_scaler import ShardedGradScaler
+from scale_core.parameters import copy_attributes
 from scale_core.shard import full_shape
 from scale_moe import Experts
 from scale_pipe import DistributedPipe, PipelineOptions, split
@@ -21,7 +22,6 @@ from scale_tp.split import even_sizes
 from scale_train.configuration.resolve import pipeline_shape
 from scale_train.model.gpt import GPT
 from scale_train.options import ParallelOptions
-from scale_train.training.parallel.initialization import materialize_stages
 from scale_train.training.parallel.parallelize_gpt import shard_stage
 
 
@@ -52,7 +52,7 @@ class PipelineEngine(nn.Module):
             process_group=self.group,
             device=device,
         )
-        materialize_stages(model, self.pipe.stages.values(), device)
+        _materialize_stages(model, self.pipe.stages.values(), device)
         for index, stage in self.pipe.stages.items():
             if options.data_parallel == "fsdp" and dims.size("fsdp") > 1:
                 shard_stage(stage, model, dims, options)
@@ -127,3 +127,17 @@ def stage_boundaries(num_blocks: int, num_stages: int) -> list[str]:
     ['blocks.2', 'blocks.5', 'blocks.7']
     """
     return [f"blocks.{stage * num_blocks // num_stages}" for stage in range(1, num_stages)]
+
+
+def _materialize_stages(model: GPT, stages: Iterable[nn.Module], device: torch.device) -> None:
+    """Allocates and initializes stages of a model on the meta device; a tied weight stays one tensor."""
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
+    for module in (module for stage in stages for module in stage.modules()):
+        on_meta = [(name, param) for name, param in module._parameters.items() if param is not None and param.is_meta]
+        for name, param in on_meta:
+            if param not in replacements:
+                replacements[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                copy_attributes(param, replacements[param])
+            module.register_parameter(name, replacements[param])  # Of experts, it stays a shard.
+        if on_meta:
+            model.init_weights(module)
