@@ -4,6 +4,7 @@ import signal
 import pytest
 
 from scale_core.comm.group import Group, group_of
+from scale_core.errors import ScaleDistributedError
 from scale_core.launch import StopSignal
 from scale_core.launch import stop_signal as interrupt
 from scale_core.testing import run_ranks
@@ -46,6 +47,25 @@ def test_a_second_ctrl_c_interrupts_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     with StopSignal(), pytest.raises(KeyboardInterrupt):
         kill_self(signal.SIGINT)
         kill_self(signal.SIGINT)
+
+
+def test_a_sigterm_stays_caught_after_an_error_that_ends_the_program() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(ScaleDistributedError), StopSignal(keep_after=ScaleDistributedError) as stop:
+            raise ScaleDistributedError("lost", rank=0)
+        kill_self(signal.SIGTERM)
+        assert stop.received == signal.SIGTERM
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_signals_are_given_back_after_other_errors() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError, match="other"), StopSignal(keep_after=ScaleDistributedError):
+        raise ValueError("other")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def stop_on_rank_1() -> int:

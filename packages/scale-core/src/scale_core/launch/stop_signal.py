@@ -29,13 +29,19 @@ class StopSignal:
         ...             # save_snapshot("runs/1", step, state)
         ...             raise SystemExit(stop.exit_code)  # 143 after SIGTERM, 130 after Ctrl-C
 
+    Args:
+        keep_after: The class of errors after which signals stay caught. For errors with which the program ends, such
+            as ScaleDistributedError: a launcher that ends this rank, because another has failed, does not cut off its
+            message.
+
     Attributes:
         received: The number of the signal that this rank received; 0 if none.
 
     See also: [the guide to starting ranks](../guides/multi-node.md).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keep_after: type[BaseException] | None = None) -> None:
+        self.keep_after = keep_after
         self.received = 0
         self._agreed = 0
         self._when = 0.0
@@ -48,6 +54,8 @@ class StopSignal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.keep_after is not None and isinstance(error, self.keep_after):
+            return
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()

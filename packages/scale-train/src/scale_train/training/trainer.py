@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from scale_adascale import AdaScale
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
+from scale_core.errors import ScaleDistributedError
 from scale_core.launch import StopSignal
 from scale_train.data.text import slice_of_rank, windows_at
 from scale_train.errors import Interrupted, TrainingDiverged
@@ -33,7 +34,7 @@ def train(training: TrainState, save: Callable[[TrainState], object]) -> float:
     """
     run = training.options.run
     training.step_timer = StepTimer()
-    with StopSignal() as stop, naming_first_cause(training.group):
+    with StopSignal(keep_after=ScaleDistributedError) as stop, naming_first_cause(training.group):
         while not training.is_over:
             train_step(training)
             done = training.step
