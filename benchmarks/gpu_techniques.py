@@ -25,7 +25,8 @@ from scale_core import ShardedGradScaler
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.device.streams import stream_for
-from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DevicePolicy
 from scale_core.flat.layout import FlatLayout
 from scale_fsdp.transports.policy import WirePolicy
 from scale_moe import MoE, average_replicated_gradients

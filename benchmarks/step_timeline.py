@@ -106,7 +106,7 @@ def waiting_early(model: nn.Sequential) -> tuple[nn.Module, Any]:
     result = sharded(model)
     model(torch.zeros(1, model[0].layers[0].in_features, device="sim", dtype=torch.bfloat16)).sum().backward()
     for unit in units_in(model):
-        cast(Root, unit.root).reductions.waits_at_first_gradient = True
+        cast(Root, unit.root).waits_at_first_gradient = True
     return result
 
 

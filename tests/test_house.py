@@ -523,7 +523,7 @@ def function(argument):
 
 
 def test_one_page_lists_all_tables_of_a_process() -> None:
-    found = {"scale_core.hooks.registry.gradient_hooks"}  # It has its tables as attributes.
+    found = {"scale_core.hooks.gradients.gradient_hooks"}  # It has its tables as attributes.
     for package in PACKAGES:
         for path in (HOME / package / "src").rglob("*.py"):
             module = ".".join(path.relative_to(HOME / package / "src").with_suffix("").parts)

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from trainings import train_beside
 
-from scale_core.flat.buffer import live_buffers
+from scale_core.flat.live_buffers import live_buffers
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import describe

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_core.flat.buffer import DtypePolicy, FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DtypePolicy
 from scale_core.flat.layout import FlatLayout
 
 SHAPES: dict[str, tuple[int, ...]] = {"weight": (5, 3), "bias": (5,), "scale": (), "empty": (0, 2), "prime": (7,)}

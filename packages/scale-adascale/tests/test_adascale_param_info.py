@@ -17,7 +17,7 @@ from scale_adascale.measurement.param_info import (
     param_info_of,
 )
 from scale_core.comm.group import Group, group_of
-from scale_core.hooks.autograd import mark_without_autograd_hooks
+from scale_core.hooks.gradients import mark_without_autograd_hooks
 from scale_core.hooks.microbatch_grads import register_pipeline
 from scale_core.hooks.source_grads import mark_averaged
 from scale_core.shard import Axis, Placement, Shard

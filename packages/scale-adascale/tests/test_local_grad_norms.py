@@ -21,7 +21,7 @@ from scale_adascale.measurement.local_grad_norms import (
 )
 from scale_adascale.squared_norms import sum_of_squares
 from scale_core.comm.group import Group
-from scale_core.hooks.autograd import has_local_grad_hooks
+from scale_core.hooks.gradients import has_local_grad_hooks
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted, register_pipeline
 
 

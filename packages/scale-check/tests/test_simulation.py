@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from scale_check.simulate import Simulation, UseAfterReleaseError, simulate
 from scale_core import compat
 from scale_core.comm.group import group_of
-from scale_core.flat.buffer import DtypePolicy, FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DtypePolicy
 from scale_core.flat.layout import FlatLayout
 
 pytestmark = pytest.mark.simulation

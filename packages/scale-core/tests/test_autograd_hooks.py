@@ -20,20 +20,22 @@ from scale_core.hooks.autograd import (
     alias_outputs,
     are_newest_nodes,
     before_backward,
+    in_autograds_thread,
+    in_backward,
+    is_nested,
+    register_post_backward,
+    weak_hook,
+)
+from scale_core.hooks.gradients import (
     call_grad_published_hooks,
     call_local_grad_hooks,
     call_reduced_grad_hooks,
     has_local_grad_hooks,
     has_reduced_grad_hooks,
-    in_autograds_thread,
-    in_backward,
     is_consumed_in_backward,
-    is_nested,
     register_grad_published_hook,
     register_local_grad_hook,
-    register_post_backward,
     register_reduced_grad_hook,
-    weak_hook,
 )
 
 

@@ -15,11 +15,14 @@ import torch.distributed as dist
 from flat_by_hand import SHAPES, average, backward, gathered, make, pieces_of, whole_params
 from torch import Tensor, nn
 
-from scale_core.comm.collectives import all_gather, subgroup_of
+from scale_core.comm.collectives import all_gather
 from scale_core.comm.group import Group, group_of
+from scale_core.comm.subgroups import subgroup_of
 from scale_core.comm.work import CollectiveWork
-from scale_core.flat.buffer import DtypePolicy, FlatBuffer, ShardGroups, State, live_buffers
+from scale_core.flat.buffer import FlatBuffer, State
+from scale_core.flat.config import DtypePolicy, ShardGroups
 from scale_core.flat.layout import FlatLayout
+from scale_core.flat.live_buffers import live_buffers
 from scale_core.shard import Placement, on_local_tensors, shard_of
 
 PLAIN_ALL_GATHER = "scale_core.flat.transport.all_gather"

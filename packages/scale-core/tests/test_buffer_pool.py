@@ -15,7 +15,7 @@ from scale_core.device import buffer_pool
 from scale_core.device.buffer_pool import MAX_IDLE, SMALLEST_BYTES, allocate, empty, free, free_unshared
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.layout import FlatLayout
-from scale_core.hooks.autograd import register_local_grad_hook
+from scale_core.hooks.gradients import register_local_grad_hook
 from scale_core.shard import on_local_tensors
 
 NUMEL = SMALLEST_BYTES // 4

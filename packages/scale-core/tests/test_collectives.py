@@ -11,16 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_core.comm.collectives import (
-    _divisor_before,
-    all_gather,
-    all_reduce,
-    all_reduce_in_rank_order,
-    all_to_all,
-    broadcast,
-    reduce_scatter,
-)
+from scale_core.comm.collectives import _divisor_before, all_gather, all_reduce, broadcast, reduce_scatter
 from scale_core.comm.group import Group, group_of
+from scale_core.comm.layer_collectives import all_reduce_in_rank_order, all_to_all
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 SIZES = (0, 1, 5)

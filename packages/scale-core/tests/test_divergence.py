@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core import DivergenceError, check_replicas, group_of
-from scale_core.comm.collectives import subgroup_of
+from scale_core.comm.subgroups import subgroup_of
 from scale_core.consistency.divergence import check_interval, digests_of
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard

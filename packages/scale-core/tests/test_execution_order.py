@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scale_core.consistency.contract import History
-from scale_core.consistency.execution_order import Event, LogEntry, PassKind
+from scale_core.consistency.execution_order import Event, History, LogEntry, PassKind
 
 FORWARD, BACKWARD = PassKind("forward", True, True), PassKind("backward", True, True)
 EVALUATION = PassKind("forward", False, False)

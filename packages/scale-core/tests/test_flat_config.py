@@ -1,4 +1,4 @@
-"""shard_storage.py: where nothing is said, a buffer is where its parameters are."""
+"""config.py: where nothing is said, a buffer is where its parameters are."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 from scale_core.comm.group import Group
 from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DevicePolicy, ShardGroups
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.shard_storage import DevicePolicy, ShardGroups
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # Any second device will do.
 

@@ -11,7 +11,8 @@ from flat_by_hand import gathered, local_grad, make
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group, group_of
-from scale_core.flat.buffer import DtypePolicy, FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DtypePolicy
 from scale_core.flat.gradient import GradState, SumState
 
 pytestmark = pytest.mark.local_tensors

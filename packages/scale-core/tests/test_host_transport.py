@@ -15,7 +15,6 @@ from torch import nn
 from scale_core.comm.collectives import (
     all_gather,
     all_reduce,
-    all_to_all,
     broadcast,
     exchange,
     exchange_text,
@@ -23,6 +22,7 @@ from scale_core.comm.collectives import (
     reduce_scatter,
 )
 from scale_core.comm.group import group_of
+from scale_core.comm.layer_collectives import all_to_all
 from scale_core.errors import TransferError
 from scale_core.optim.grad_scaler import ShardedGradScaler
 

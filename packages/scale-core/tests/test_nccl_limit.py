@@ -14,7 +14,7 @@ import torch.distributed as dist
 from scale_core import compat
 from scale_core.comm import collectives
 from scale_core.comm.group import Group
-from scale_core.comm.work import limit_of
+from scale_core.comm.limits import limit_of
 from scale_core.launch import rendezvous
 from scale_core.launch.rendezvous import init_distributed
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from scale_core.consistency.optimizer_steps import OptimizerSteps, are_different, describe_difference, have_diverged
+from scale_core.consistency.execution_order import OptimizerSteps, are_different, have_diverged
+from scale_core.consistency.optimizer_steps import describe_difference
 
 WEIGHT, BIAS = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
 NAMED = [("weight", WEIGHT), ("bias", BIAS), ("empty", nn.Parameter(torch.ones(0)))]

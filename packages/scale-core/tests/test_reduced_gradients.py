@@ -11,8 +11,8 @@ from flat_by_hand import SHAPES, average, backward, local_grad, make, pieces_of,
 from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
-from scale_core.flat.buffer import DtypePolicy
-from scale_core.hooks.autograd import lacks_autograd_hooks, register_local_grad_hook
+from scale_core.flat.config import DtypePolicy
+from scale_core.hooks.gradients import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.shard import on_local_tensors
 from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
 from scale_core.device.streams import Stream
-from scale_core.flat.reduction import Reduction
-from scale_core.flat.shard_storage import ShardGroups
-from scale_core.flat.transport import PlainTransport
+from scale_core.flat.config import ShardGroups
+from scale_core.flat.transport import PlainTransport, Reduction
 from scale_core.testing import run_ranks
 
 CPU = torch.device("cpu")

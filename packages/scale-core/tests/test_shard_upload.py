@@ -16,9 +16,11 @@ from scale_core.comm.group import Group
 from scale_core.device.streams import Stream, copy_over
 from scale_core.flat import buffer as flat
 from scale_core.flat import reduction as flat_reduced
-from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, wait_sent
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DevicePolicy, DtypePolicy
 from scale_core.flat.host_staged import HostToDeviceCopy
 from scale_core.flat.layout import FlatLayout
+from scale_core.flat.live_buffers import wait_sent
 
 HOST, NEAR = torch.device("cpu"), torch.device("cpu", 0)
 """The host under two names: what compares them takes the second for another device, and has real memory on it."""

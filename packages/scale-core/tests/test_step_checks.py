@@ -13,13 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_core.optim.step_checks import (
-    allow_full_state,
-    invalidate_cache,
-    register_replaced,
-    register_shard_owner,
-    watch_optimizers,
-)
+from scale_core.optim.step_checks import allow_full_state, invalidate_cache, register_replaced, register_shard_owner
+from scale_core.optim.step_hooks import watch_optimizers
 from scale_core.shard import Axis, Placement, Shard, as_local
 from scale_core.sharded_tensor.replicated_parameter import set_reduced_gradient
 from scale_core.sharded_tensor.tensor import local_tensor, set_shard

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scale_core.comm.collectives import all_reduce, subgroup_of
+from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import group_of
+from scale_core.comm.subgroups import subgroup_of
 from scale_core.testing import run_ranks
 
 

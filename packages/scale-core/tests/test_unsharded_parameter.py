@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scale_core.flat.buffer import UnshardedParameter
+from scale_core.flat.storage import UnshardedParameter
 
 
 def test_released_parameters_say_so_and_gathered_ones_show() -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import scale_fsdp.offload.backward
 from scale_core import StepError
 from scale_core.comm.group import group_of
-from scale_core.hooks.autograd import register_grad_published_hook, register_reduced_grad_hook
+from scale_core.hooks.gradients import register_grad_published_hook, register_reduced_grad_hook
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import OffloadOptimizer, fully_shard

@@ -25,7 +25,7 @@ from scale_core import ShardedGradScaler, StepError
 from scale_core.comm import collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
-from scale_core.hooks.autograd import register_reduced_grad_hook
+from scale_core.hooks.gradients import register_reduced_grad_hook
 from scale_fsdp import (
     CommunicationPolicy,
     CPUOffloadPolicy,

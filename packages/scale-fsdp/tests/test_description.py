@@ -10,8 +10,8 @@ from torch import nn
 
 from scale_check.exact import gather_values
 from scale_core.comm.group import group_of
-from scale_core.flat.buffer import live_buffers
-from scale_core.hooks.autograd import register_local_grad_hook
+from scale_core.flat.live_buffers import live_buffers
+from scale_core.hooks.gradients import register_local_grad_hook
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, describe, fully_shard

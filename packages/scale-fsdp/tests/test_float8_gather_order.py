@@ -13,7 +13,8 @@ from torch import Tensor
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.device.streams import Stream
-from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DevicePolicy
 from scale_core.flat.host_staged import HostStagedTransport
 from scale_core.flat.layout import FlatLayout
 from scale_fsdp.transports import float8

@@ -19,7 +19,8 @@ from torch.optim import AdamW, Optimizer
 import scale_core
 from scale_check.simulate import Simulation, simulate
 from scale_core.comm.group import group_of
-from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DevicePolicy
 from scale_core.flat.layout import FlatLayout
 from scale_core.hooks import autograd as hooks
 from scale_core.state.state_dict import sharded_state_dict

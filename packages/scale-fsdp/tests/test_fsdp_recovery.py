@@ -28,7 +28,7 @@ from scale_check.exact import assert_equal
 from scale_core import StepError
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
-from scale_core.hooks.autograd import register_grad_published_hook
+from scale_core.hooks.gradients import register_grad_published_hook
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
 from scale_fsdp.transports import hierarchical, quantized, quantized_collectives

@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from scale_core.hooks.autograd import (
+from scale_core.hooks.gradients import (
     call_grad_published_hooks,
     call_reduced_grad_hooks,
     has_reduced_grad_hooks,

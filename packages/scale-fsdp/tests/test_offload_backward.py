@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import scale_fsdp.offload.backward
 from scale_check.exact import assert_equal
-from scale_core.hooks.autograd import call_grad_published_hooks
+from scale_core.hooks.gradients import call_grad_published_hooks
 from scale_core.optim.clip_grad import clip_grad_norm_
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Shard

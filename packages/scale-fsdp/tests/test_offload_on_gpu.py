@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import scale_fsdp.offload.backward
 from scale_core.flat import reduction as flat_reduced
-from scale_core.hooks.autograd import register_reduced_grad_hook
+from scale_core.hooks.gradients import register_reduced_grad_hook
 from scale_fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,

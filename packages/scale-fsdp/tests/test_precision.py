@@ -9,7 +9,7 @@ import torch
 from fsdp_parity import adam, noise, sharded
 from torch import nn
 
-from scale_core.hooks.autograd import register_local_grad_hook
+from scale_core.hooks.gradients import register_local_grad_hook
 from scale_fsdp import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,

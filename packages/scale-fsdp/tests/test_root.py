@@ -5,7 +5,8 @@ import torch
 from fsdp_parity import noise, sharded
 from torch import nn
 
-from scale_core.flat.buffer import FlatBuffer, live_buffers
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.live_buffers import live_buffers
 from scale_fsdp.runtime.unit import units_in
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
-from scale_core.hooks.autograd import register_local_grad_hook
+from scale_core.hooks.gradients import register_local_grad_hook
 from scale_core.shard import full_shape, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict

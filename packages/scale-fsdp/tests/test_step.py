@@ -14,7 +14,7 @@ from fsdp_parity import adam, assert_same_grads, assert_trains_as_plain, mean_sq
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from scale_core.flat.buffer import live_buffers
+from scale_core.flat.live_buffers import live_buffers
 from scale_fsdp import fully_shard
 from scale_fsdp.runtime.unit import units_in
 

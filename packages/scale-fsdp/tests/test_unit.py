@@ -67,7 +67,7 @@ def test_withheld_gradients_are_zeros_until_a_discard() -> None:
             whole.grad = torch.ones(whole.shape, dtype=whole.dtype)
         for index in range(len(buffer.unsharded_params)):
             buffer.gradient.accumulate(index, wide=True)
-    root_of(unit).reductions.publish()
+    root_of(unit).publish()
     for buffer in unit.buffers:
         buffer.gradient.use_zeros()
     unit.reduce(unit.trained_buffers())
@@ -75,7 +75,7 @@ def test_withheld_gradients_are_zeros_until_a_discard() -> None:
     unit.discard()
     assert reduced_grads(unit) == [] and all(buffer.has_gradient for buffer in unit.buffers)
     unit.reduce(unit.trained_buffers())
-    root_of(unit).reductions.publish()
+    root_of(unit).publish()
     grads = reduced_grads(unit)
     assert len(grads) == 4 and all(bool((grad == 1).all()) for grad in grads)
     assert not any(buffer.has_gradient for buffer in unit.buffers)

@@ -13,8 +13,8 @@ from shard_arguments import shard_arguments
 from torch import Tensor, nn
 
 from scale_check.exact import gather_values
-from scale_core.comm.collectives import subgroup_of
 from scale_core.comm.group import group_of
+from scale_core.comm.subgroups import subgroup_of
 from scale_core.errors import StepError
 from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.sharded_tensor.tensor import local_tensor

@@ -18,7 +18,7 @@ from torch import Tensor
 import scale_moe.gradients
 from scale_core.comm import collectives
 from scale_core.comm.group import Group
-from scale_core.comm.work import LIMIT_VARIABLE
+from scale_core.comm.limits import LIMIT_VARIABLE
 from scale_core.errors import ContractError, TransferError
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.comm.group import Group, group_of
-from scale_core.flat.buffer import FlatBuffer, ShardGroups
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import ShardGroups
 from scale_core.flat.layout import FlatLayout
 from scale_core.shard import on_local_tensors, shard_of
 from scale_core.state.param_ownership import register_flat_param

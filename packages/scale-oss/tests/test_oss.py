@@ -18,12 +18,12 @@ from scale_check.exact import assert_equal, gather_values
 from scale_core.comm.group import Group, group_of
 from scale_core.consistency.contract import Contract
 from scale_core.errors import ContractError, DivergenceError
-from scale_core.optim.step_checks import watch_optimizers
+from scale_core.optim.step_hooks import watch_optimizers
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
 from scale_core.testing import run_ranks
 from scale_oss import OSS, OSSOptions, ShardedDataParallel
-from scale_oss.inner_step import step_in_turn
+from scale_oss.step import step_in_turn
 
 
 def layers() -> nn.Sequential:

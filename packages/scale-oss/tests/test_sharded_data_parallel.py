@@ -22,7 +22,7 @@ from with_options import with_options
 
 from scale_check.exact import gather_values
 from scale_core.comm.group import group_of
-from scale_core.hooks.autograd import register_local_grad_hook
+from scale_core.hooks.gradients import register_local_grad_hook
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad

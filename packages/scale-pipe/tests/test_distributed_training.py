@@ -20,7 +20,7 @@ from scale_core import DivergenceError, ShardedGradScaler, check_replicas
 from scale_core.comm.collectives import all_reduce
 from scale_core.comm.group import Group
 from scale_core.comm.work import CollectiveWork
-from scale_core.hooks.autograd import mark_without_autograd_hooks
+from scale_core.hooks.gradients import mark_without_autograd_hooks
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_pipe import DistributedPipe, PipelineOptions, StageError, simulate
 from scale_pipe.distributed.gradients import data_parallel

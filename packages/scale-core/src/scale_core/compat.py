@@ -518,7 +518,5 @@ def work_of(handle: Any) -> dist.Work:
     return work
 
 
-def storage_use_counts(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    """Returns how many tensors and other objects have each of these storages."""
-    count: Callable[[int], int] = torch._C._storage_Use_Count
-    return [count(storage._cdata) for storage in storages]
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""Returns how many tensors and other objects have a storage, given its `_cdata`."""

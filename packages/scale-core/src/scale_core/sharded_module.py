@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from scale_core.comm.group import Group
 from scale_core.errors import ScaleDistributedError
-from scale_core.optim.step_checks import watch_optimizers
+from scale_core.optim.step_hooks import watch_optimizers
 from scale_core.shard import Shard, on_local_tensors, shard_of, unit_shard_of, wait_for
 from scale_core.sharded_tensor.full_tensor import gather_full_param
 from scale_core.sharded_tensor.tensor import set_shard

@@ -29,7 +29,7 @@ from scale_core.optim.clip_grad import (
     norm_of,
     warn_if_used_up,
 )
-from scale_core.optim.local_step import step_on_local_tensors
+from scale_core.optim.step_hooks import step_on_local_tensors
 from scale_core.shard import check_undivided, on_first_shard, on_local_tensors, shard_of, stage_parameters, stages_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 from scale_core.state.torch_state_dict import install_hooks

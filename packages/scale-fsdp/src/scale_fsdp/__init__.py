@@ -6,10 +6,10 @@ to a module), the wrapper `fully_sharded_data_parallel`. `wrapping` chooses modu
 `runtime`: begin with its `step`.
 """
 
-import importlib
 import logging
 import typing
 
+from scale_core.lazy_names import lazy_names as _lazy_names
 from scale_fsdp.communication import CommunicationPolicy
 from scale_fsdp.forward_methods import register_fsdp_forward_method
 from scale_fsdp.fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
@@ -74,22 +74,4 @@ _LAZY = {
     "reshard_to": "scale_fsdp.reshard.reshard",
 }
 
-
-def __getattr__(name: str) -> typing.Any:
-    """Imports a name of `_LAZY` on first use."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_LAZY[name]), name)
-    if value.__module__.startswith(__name__):
-        value.__module__ = __name__
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-for _name in set(__all__) - set(_LAZY):  # Tracebacks and documentation show the path by which people import.
-    globals()[_name].__module__ = __name__
-del _name
+__getattr__, __dir__ = _lazy_names(__name__, _LAZY)

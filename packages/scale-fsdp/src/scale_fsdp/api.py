@@ -14,7 +14,7 @@ from scale_core import compat
 from scale_core.comm.group import GroupLike
 from scale_core.comm.mesh import ParallelDims
 from scale_core.consistency.contract import Contract
-from scale_core.flat.buffer import DevicePolicy, ShardGroups
+from scale_core.flat.config import DevicePolicy, ShardGroups
 from scale_core.tree import map_tensors
 from scale_fsdp.mesh_info import MeshInfo
 from scale_fsdp.options import ShardOptions

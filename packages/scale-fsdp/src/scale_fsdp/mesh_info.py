@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from scale_core.comm.collectives import broadcast, new_group_limit, subgroup_of, two_axes_of
+from scale_core.comm.collectives import broadcast
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.comm.mesh import ParallelDims
-from scale_core.flat.buffer import NodeGroups, ShardGroups
+from scale_core.comm.subgroups import new_group_limit, subgroup_of, two_axes_of
+from scale_core.flat.config import NodeGroups, ShardGroups
 from scale_core.shard import Placement, shard_of
 
 

@@ -24,9 +24,9 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.dtensor import DTensorSpec, is_dtensor, local_parameter
 from scale_core.errors import renamed_arguments
-from scale_core.flat.buffer import DevicePolicy, DtypePolicy, FlatBuffer, ShardGroups
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DevicePolicy, DtypePolicy, ShardGroups, flat_alignment
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.shard_storage import flat_alignment
 from scale_core.optim.step_checks import register_replaced
 from scale_core.parameters import MemoryRange, check_memory_unshared, copy_attributes
 from scale_core.shard import check_undivided, on_local_tensors, shard_of
@@ -446,7 +446,7 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
             raise ValueError(
                 f"a hook is registered on '{info.name}', whose place a shard takes, so it would never be called: "
                 "remove it before fully_shard(...); see gradients before they are reduced by "
-                "scale_core.hooks.autograd.register_local_grad_hook(...), and after it by "
+                "scale_core.hooks.gradients.register_local_grad_hook(...), and after it by "
                 "param.register_post_accumulate_grad_hook(...) on what model.parameters() then yields, or in param.grad"
             )
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from scale_core import ShardedGradScaler
 from scale_fsdp import full_optim_state_dict, shard_optim_state_dict
 from scale_oss import OSS
-from scale_oss.sharded_ddp import unwrap_optimizer
+from scale_oss.ddp_checks import unwrap_optimizer
 
 
 def as_oss(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:

@@ -17,7 +17,8 @@ from scale_core.comm.collectives import exchange, exchange_text, peer_to_peer
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import ContractError
-from scale_core.hooks.autograd import lacks_autograd_hooks, register_post_backward
+from scale_core.hooks.autograd import register_post_backward
+from scale_core.hooks.gradients import lacks_autograd_hooks
 from scale_core.hooks.source_grads import call_source_grad_hooks, has_source_grad_hooks, mark_averaged
 from scale_core.shard import Placement, on_local_tensors, shard_of
 from scale_moe.mappings import all_reduced

@@ -10,8 +10,8 @@ from typing import NamedTuple, TypeAlias
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from scale_core.comm.collectives import two_axes_of
 from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.subgroups import two_axes_of
 from scale_core.compat import ranks_of_mesh
 
 

@@ -7,13 +7,14 @@ state of that shard alone, and an all-gather brings the updated shards to all ra
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,33 +23,28 @@ from torch.optim import SGD, Optimizer
 
 from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.group import GroupLike, group_of
-from scale_core.compat import profiler_runs
 from scale_core.consistency.all_ranks import call_on_all_ranks
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.divergence import check_interval, compare_replicas
-from scale_core.consistency.execution_order import message_tag
+from scale_core.consistency.divergence import check_interval
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.errors import renamed_arguments
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
-from scale_core.optim.traits import KINDS, check_kind, constructor_arguments, is_elementwise
+from scale_core.optim.traits import check_kind, constructor_arguments, is_elementwise
 from scale_core.shard import as_local, on_local_tensors, stages_of
-from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
 from scale_oss.buckets.bucket import Bucket
 from scale_oss.buckets.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
 from scale_oss.buckets.full_param_bucket import FullParamBucket
 from scale_oss.buckets.state_placement import ranks_of_shards
 from scale_oss.inner_methods import check_call, inner_attribute
-from scale_oss.inner_step import call_on_one_rank, copy_options, failure_of, raise_on_all_ranks, step_in_turn
 from scale_oss.options import OSSOptions
-from scale_oss.piece_gradient import raise_unreduced
-from scale_oss.state_dict import OSSStateDictMixin, StateByParam
+from scale_oss.state_dict import StateByParam
+from scale_oss.step import OSSStep, call_on_one_rank, copy_options
 
-_MASTER = "master_param"
 _logger = logging.getLogger(__name__)
 
 
-class OSS(OSSStateDictMixin):
+class OSS(OSSStep):
     """Optimizer state sharding: wraps any optimizer, and is one to schedulers, scalers and loops.
 
         >>> import torch
@@ -117,7 +113,7 @@ class OSS(OSSStateDictMixin):
         self._broadcast_fp16 = broadcast_fp16
         self._bucket_numel = options.bucket_numel
         self._check_every = check_interval(options.check_replicas_every)
-        self._num_steps = 0
+        self._step_numbers = itertools.count(1)
         self._optim_class = optim
         self._built = False
         self._consolidated = None
@@ -219,75 +215,6 @@ class OSS(OSSStateDictMixin):
             for bucket in buckets:
                 bucket.release()
 
-    # The step.
-
-    def step(self, closure: Any = None, **kwargs: Any) -> Any:
-        """Updates this rank's shard of the parameters, and gathers the shards of all ranks.
-
-        Args:
-            closure: Computes the loss again and returns it; its gradients must be averaged, too. A value that can't be
-                called is for the step of `optim`.
-            **kwargs: For the step of `optim`.
-
-        Returns:
-            The result of the closure.
-
-        Raises:
-            RuntimeError: Gradients have not been reduced, or a rank can't be reached.
-            ContractError: Ranks have other hyperparameters, for example of a scheduler that saw other losses; or the
-                step of `optim` has raised on some rank, as without memory, which raises its own error. With
-                `ShardedDataParallel`, and over shards of `fully_shard`, it is raised at the end of the next backward
-                pass.
-        """
-        return self._step(closure, kwargs)
-
-    def _step(self, closure: Any, kwargs: dict[str, Any]) -> Any:
-        """`step`, below the hooks that torch calls around it: for a class whose own `step` does more."""
-        self.wait()
-        loss = None
-        if closure is not None and not callable(closure):
-            kwargs["closure"] = closure  # It is for the optimizer's own step.
-        elif closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._consolidated, self._is_empty = None, False
-        self._resync_storage()
-        self._num_steps += 1
-        if self._check_every and self._num_steps % self._check_every == 1 % self._check_every:
-            self._check_replicas()
-        if self.buckets:
-            self.recorded_steps.add(self)
-        self.shard_grads()
-        for bucket in self.full_param_buckets:
-            bucket.prepare()
-        copy_options(self.param_groups, self.optim.param_groups)
-        failure = self._step_optimizer(kwargs)
-        if failure is not None:
-            self.recorded_steps.mark_failed(failure)
-        copy_options(self.optim.param_groups, self.param_groups)
-        for shards in self.in_place_buckets:
-            shards.mark_updated()
-        try:
-            if self.buckets and not self.gets_reduced_gradients:  # No pass of ours compares; during the all-gathers.
-                self.contract.compare_steps()
-        except Exception:
-            if failure is None:
-                raise
-        if failure is not None:
-            try:
-                raise failure
-            finally:
-                del failure  # With its traceback it would hold the tensors of the step.
-        self._wait_unless_overlapped()
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the parameters, and of this rank's pieces of them."""
-        for bucket in self.buckets:
-            bucket.zero_grad(set_to_none=set_to_none)
-        if not self.gets_reduced_gradients or self._assigner.shard_buckets:
-            super().zero_grad(set_to_none)
-
     def clip_grad_norm_(
         self,
         max_norm: float,
@@ -312,12 +239,6 @@ class OSS(OSSStateDictMixin):
                 none of the parameters.
         """
         return clip_grads_of([self], max_norm, norm_type, filter_params_fn)
-
-    def wait(self) -> None:
-        """Returns when the parameters are up to date after a step that overlaps the next forward pass."""
-        for bucket in self.buckets:
-            if bucket.is_gathering:
-                self.contract.wait(bucket.gather_event, bucket.wait)
 
     # Methods and attributes of the inner optimizer.
 
@@ -420,126 +341,6 @@ class OSS(OSSStateDictMixin):
             yield from zip(bucket.params, bucket.pieces, strict=True)
         for shards in self._assigner.shard_buckets:
             yield from zip(shards.params, shards.params, strict=True)
-
-    # The parts of the step, in order.
-
-    @on_local_tensors
-    def _resync_storage(self) -> None:
-        """Moves replaced parameters back into the buckets, and loads and syncs unrounded ones."""
-        states = self.optim.state
-        for bucket in self.buckets:
-            bucket.resync_storage()
-            for piece in bucket.optimizer_params:
-                master = states[piece].get(_MASTER) if piece in states else None
-                if master is not None and not master.is_set_to(piece.data):
-                    bucket.load_master(piece, master, torch.float16)
-                    states[piece][_MASTER] = piece.data
-            bucket.sync_master()
-
-    @on_local_tensors
-    def _check_replicas(self) -> None:
-        """Compares the parameters between the ranks; those of a module once for all its optimizers."""
-        wrapper = None if self.reduced_by is None else self.reduced_by()
-        named = [item for bucket in self.buckets for item in zip(bucket.names, bucket.params, strict=True)]
-        if isinstance(wrapper, nn.Module) and isinstance(module := wrapper.module, nn.Module):
-            optimizers = cast(Any, wrapper).sharded_optimizers
-            named = list(module.named_parameters()) if optimizers[0] is self else []
-        if named:
-            compare_replicas(named, self.contract, self._num_steps)
-
-    @on_local_tensors
-    def shard_grads(self) -> None:
-        """Gives the pieces their parts of averaged gradients, unless these are reduced into them.
-
-        Raises:
-            RuntimeError: They are, but a gradient has not been reduced.
-        """
-        for bucket in self.buckets:
-            if not self.gets_reduced_gradients:
-                bucket.shard_full_grads()
-                continue
-            for index, param in enumerate(bucket.params):
-                if unreduced_grad(param) is not None:
-                    raise_unreduced(bucket.names[index])
-            bucket.prepare_step()
-
-    @on_local_tensors
-    def _step_optimizer(self, kwargs: Mapping[str, Any]) -> Exception | None:
-        """Steps on this rank's shard and starts the all-gathers of the buckets.
-
-        Returns the exception of the inner optimizer. The rank still takes part in all collectives of the step.
-        """
-        local_params = [param for shards in self.in_place_buckets for param in shards.optimizer_params]
-        parts = [bucket.optimizer_params for bucket in self.buckets]
-        if self._optim_class in KINDS and len(parts) > 1 and not self.full_param_buckets and not self.together:
-            turns = [params or None for params in (*parts, local_params)]
-            return step_in_turn(self.optim, turns, self.contract, kwargs, self._gather_bucket)
-        # An unknown optimizer takes one step: it may count its calls.
-        failure = None
-        if self.together:
-            call_on_one_rank(self.optim, self.contract, "step", (), kwargs, self.buckets)
-        elif self.full_param_buckets:
-            local_params += [param for params in parts for param in params]
-            try:
-                failure = step_in_turn(self.optim, self._full_parts(local_params), self.contract, kwargs)
-            except BaseException:
-                for bucket in self.full_param_buckets:
-                    bucket.release()
-                raise
-            raise_on_all_ranks(failure, self.contract, self._optim_class.__name__)
-        else:
-            failure = failure_of(lambda: self.optim.step(**kwargs), self.contract)
-        for number in range(len(parts)):
-            self._gather_bucket(number)
-        return failure
-
-    def _full_parts(self, local_params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
-        """Yields the parameters to step on: local ones, if any rank has some, and gathered ones of buckets.
-
-        An optimizer of torch steps on one bucket after the other. Any other takes a single step, because it may count
-        its calls, so that all full parameters of this rank are in memory at once. They are sent back after the step.
-        """
-        in_turn = self._optim_class in KINDS
-        if in_turn and (self.buckets or self.in_place_buckets):
-            yield local_params
-        for buckets in [[bucket] for bucket in self.full_param_buckets] if in_turn else [self.full_param_buckets]:
-            gathered = [bucket for bucket in buckets if bucket.gather_to_owners()]
-            if in_turn and not gathered:
-                continue
-            full_params = [full for bucket in gathered for full in bucket.optimizer_params if full.grad is not None]
-            yield full_params if in_turn else [*local_params, *full_params]
-            for bucket in gathered:
-                bucket.scatter_to_shards()
-
-    @on_local_tensors
-    def _gather_bucket(self, number: int) -> None:
-        """Starts the all-gather of a bucket after its step; the number after the last one is that of the shards."""
-        if number == len(self.buckets):
-            return
-        bucket = self.buckets[number]
-        if bucket.needs_gather:
-            self._send_bucket(bucket)
-        if self.gets_reduced_gradients:
-            bucket.consume_grads()
-        else:
-            bucket.drop_grads()
-
-    def _send_bucket(self, bucket: Bucket, *, updates_all: bool = False) -> None:
-        """Starts the all-gather of the elements that this rank has updated: with a gradient, or all of them."""
-        in_half = self._broadcast_fp16 and bucket.dtype == torch.float32
-        wire_dtype = torch.float16 if in_half else None
-        bucket.all_gather(message_tag(bucket.gather_event), wire_dtype, updates_all=updates_all)
-        if bucket.master is not None:  # Only this rank has it unrounded: save it with the state.
-            for piece in bucket.optimizer_params:
-                if piece.grad is not None:
-                    self.optim.state.setdefault(piece, {})[_MASTER] = piece.data
-
-    def _wait_unless_overlapped(self) -> None:
-        """Waits for the all-gathers that can't run during the next forward pass."""
-        waits = self.waits_in_step or profiler_runs()  # No transfer may be under way when a profiler ends.
-        for bucket in self.buckets:
-            if bucket.is_gathering and (waits or bucket.is_read_past_parameters()):
-                self.contract.wait(bucket.gather_event, bucket.wait)
 
 
 def _named_params(buckets: Iterable[Bucket]) -> Iterator[tuple[str, Tensor]]:

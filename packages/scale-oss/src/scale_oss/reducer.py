@@ -32,7 +32,7 @@ from scale_core.hooks.autograd import (
     weak_hook,
 )
 from scale_core.live_objects import live_objects, register_live
-from scale_core.shard import on_local_tensors
+from scale_core.shard import as_local, on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_core.sharded_tensor.tensor import is_sharded
 from scale_core.tree import tensors_in
@@ -239,36 +239,36 @@ class Reducer:
 
     # Before a backward pass.
 
-    @on_local_tensors
     def prepare(self, *, in_step: bool = False, recomputes: bool = False) -> None:
         """Before a forward pass: aborts a pass that failed or was skipped, and hooks the parameters that train now.
 
         All ranks begin this forward together if `in_step`; a backward pass is running if it `recomputes`.
         """
-        if not recomputes:
-            if self.finalize_is_queued or self.schedule is not None:
-                self.abort(RuntimeError("the backward pass before this one did not come to its end"))
-            self._abort_skipped_backward(in_step=in_step)
-        for bucket in (bucket for optimizer in self._optimizers for bucket in optimizer.buckets):
-            if bucket not in self.buckets:
-                self._order.insert(0, len(self.buckets))  # The last first: the usual order of gradients.
-                self._order_is_rebuilt = False
-                self.buckets.append(bucket)
-        names: dict[int, str] = {}
-        for number, bucket in enumerate(self.buckets):
-            for index, param in enumerate(bucket.params):
-                if param.requires_grad != bucket.trained[index]:
-                    bucket.trained[index] = param.requires_grad
-                    names = names or {id(other): name for name, other in self.contract.named_params()}
-                    name = names.get(id(param), bucket.names[index])
-                    self.contract.note_trains(name, trains=param.requires_grad)
-                if param.requires_grad and (number, index) not in self._hooked:
-                    self._hooked.add((number, index))
-                    is_shard = is_sharded(param)
-                    hook = self._post_accumulate_grad_of_shard if is_shard else self._post_accumulate_grad
-                    after_gradient(param, weak_hook(hook, number, index))
-                if unreduced_grad(param) is not None:
-                    self.accumulation.watch(param)
+        with as_local():
+            if not recomputes:
+                if self.finalize_is_queued or self.schedule is not None:
+                    self.abort(RuntimeError("the backward pass before this one did not come to its end"))
+                self._abort_skipped_backward(in_step=in_step)
+            for bucket in (bucket for optimizer in self._optimizers for bucket in optimizer.buckets):
+                if bucket not in self.buckets:
+                    self._order.insert(0, len(self.buckets))  # The last first: the usual order of gradients.
+                    self._order_is_rebuilt = False
+                    self.buckets.append(bucket)
+            names: dict[int, str] = {}
+            for number, bucket in enumerate(self.buckets):
+                for index, param in enumerate(bucket.params):
+                    if param.requires_grad != bucket.trained[index]:
+                        bucket.trained[index] = param.requires_grad
+                        names = names or {id(other): name for name, other in self.contract.named_params()}
+                        name = names.get(id(param), bucket.names[index])
+                        self.contract.note_trains(name, trains=param.requires_grad)
+                    if param.requires_grad and (number, index) not in self._hooked:
+                        self._hooked.add((number, index))
+                        is_shard = is_sharded(param)
+                        hook = self._post_accumulate_grad_of_shard if is_shard else self._post_accumulate_grad
+                        after_gradient(param, weak_hook(hook, number, index))
+                    if unreduced_grad(param) is not None:
+                        self.accumulation.watch(param)
 
     def begin_backward(self) -> None:
         for bucket in self.buckets:
@@ -324,17 +324,17 @@ class Reducer:
 
     # The end of the pass.
 
-    @on_local_tensors
     def _finalize_backward(self) -> None:
         """Ends a pass that autograd has finished."""
-        self.finalize_is_queued = False
-        if self.schedule is not None:
-            self._finish()
-            return
-        self.accumulation.merge()
-        for param in (param for bucket in self.buckets for param in bucket.params):
-            if unreduced_grad(param) is not None:
-                self.accumulation.watch(param)  # The next backward may come without a forward.
+        with as_local():
+            self.finalize_is_queued = False
+            if self.schedule is not None:
+                self._finish()
+                return
+            self.accumulation.merge()
+            for param in (param for bucket in self.buckets for param in bucket.params):
+                if unreduced_grad(param) is not None:
+                    self.accumulation.watch(param)  # The next backward may come without a forward.
 
     def _finish(self) -> bool:
         """Reduces the rest, compares and commits; returns whether any rank had gradients."""
@@ -350,17 +350,19 @@ class Reducer:
         self.schedule = None
         return some_had_grads
 
-    @on_local_tensors
     def _pack_accumulated(self, number: int) -> None:
         """Packs accumulated gradients of parameters that got none in this pass."""
-        assert self.schedule is not None, "a pass that reduces has begun"
-        bucket = self.buckets[number]
-        for index, param in enumerate(bucket.params):
-            if unreduced_grad(param) is not None:
-                self.accumulation.stash(param, copied=len(bucket.params) == 1)  # One alone is taken over, not packed.
-                bucket.gradient.accumulate(index)
-                if not param.requires_grad:
-                    self.schedule.frozen.append(ParamKey(number, index))
+        with as_local():
+            assert self.schedule is not None, "a pass that reduces has begun"
+            bucket = self.buckets[number]
+            for index, param in enumerate(bucket.params):
+                if unreduced_grad(param) is not None:
+                    self.accumulation.stash(
+                        param, copied=len(bucket.params) == 1
+                    )  # One alone is taken over, not packed.
+                    bucket.gradient.accumulate(index)
+                    if not param.requires_grad:
+                        self.schedule.frozen.append(ParamKey(number, index))
 
     def _compare_and_commit(self, schedule: ReductionSchedule) -> bool:
         """Compares the pass between the ranks and adds the reduced gradients to the pieces; see `_finish`."""

@@ -14,98 +14,31 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from scale_core import compat, uneven_inputs
 from scale_core.arguments import checked_arguments, refuse_inference_mode
 from scale_core.comm.collectives import broadcast
-from scale_core.comm.group import GroupLike, group_of
+from scale_core.comm.group import GroupLike
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.hooks.autograd import in_backward
-from scale_core.optim.step_checks import invalidate_cache, watch_optimizers
-from scale_core.parameters import check_memory_unshared
-from scale_core.shard import unit_shard_of
-from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
+from scale_core.optim.step_checks import invalidate_cache
+from scale_core.optim.step_hooks import watch_optimizers
 from scale_core.sharded_tensor.tensor import is_sharded
 from scale_oss.buckets.bucket import Bucket
+from scale_oss.ddp_checks import (
+    check_optimizers,
+    check_params_held,
+    check_takes_hooks,
+    copy_what_is_assigned,
+    unwrap_optimizer,
+)
 from scale_oss.oss import OSS
 from scale_oss.piece_gradient import PieceGradient
 from scale_oss.reducer import Reducer
 
 _logger = logging.getLogger(__name__)
-
-
-def unwrap_optimizer(optimizer: Any) -> Any:
-    """Returns the OSS inside a wrapper, for example AdaScale, that has it as its `optimizer`; any other, as it is."""
-    inner = optimizer
-    while isinstance(inner, Optimizer) and not isinstance(inner, OSS):
-        inner = getattr(inner, "optimizer", None)
-    return inner if isinstance(inner, OSS) else optimizer
-
-
-def check_optimizers(module: nn.Module, optimizers: Sequence[OSS], process_group: GroupLike) -> None:
-    """Checks that the optimizers can be given the averaged gradients of this module."""
-    for name, member in module.named_modules():
-        if isinstance(member, DistributedDataParallel):
-            subject = f"'{name}'" if name else "the model"
-            raise ValueError(
-                f"ShardedDataParallel: {subject} is under DistributedDataParallel, which "
-                "would average the same gradients. Wrap the plain model, ShardedDataParallel(model.module, optimizer)"
-            )
-    for optimizer in optimizers:
-        if not isinstance(optimizer, OSS):
-            raise TypeError(
-                f"ShardedDataParallel: expected sharded_optimizer to be an OSS, got {type(optimizer).__name__}. "
-                "Build OSS(model.parameters(), torch.optim.AdamW, lr=...), or take DistributedDataParallel"
-            )
-        if optimizer.reduced_by is not None and optimizer.reduced_by() is not None:
-            raise ValueError(
-                "ShardedDataParallel: another wrapper reduces the gradients of this optimizer already. Wrap the model "
-                "once, or delete that wrapper (del model) before another one is built"
-            )
-    if not optimizers:
-        raise ValueError("ShardedDataParallel: expected an OSS or several, got none")
-    groups = {optimizer.shard_group.ranks for optimizer in optimizers}
-    if process_group is not None:
-        groups.add(group_of(process_group, "edp").ranks)
-    if len(groups) > 1:
-        raise ValueError(
-            f"ShardedDataParallel and its optimizers are on different ranks: {sorted(map(list, groups))}. Pass the "
-            "same group to OSS(..., group=group) and ShardedDataParallel(..., process_group=group)"
-        )
-    holders: dict[int, str] = {}
-    for optimizer in optimizers:
-        for bucket in optimizer.buckets:
-            for param, name in zip(bucket.params, bucket.names, strict=True):
-                if id(param) in holders:
-                    raise ValueError(f"'{name}' is in two of the optimizers. Give each parameter to one of them")
-                holders[id(param)] = name
-    buckets = [bucket for optimizer in optimizers for bucket in optimizer.buckets]
-    check_params_held(module, buckets)
-    moved = [memory for bucket in buckets for memory in bucket.original_memory]
-    others = [(name, tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())]
-    check_memory_unshared("ShardedDataParallel", (), others, moved)
-
-
-def check_params_held(module: nn.Module, buckets: Sequence[Bucket]) -> None:
-    """Checks that every parameter that trains is in an optimizer; after `load_state_dict(assign=True)` some are not."""
-    bucketed = {id(param) for bucket in buckets for param in bucket.params}
-    named = ((name, p) for name, p in module.named_parameters() if p.requires_grad and id(p) not in bucketed)
-    name, param = next(named, ("", None))
-    if param is None:
-        return
-    if unit_shard_of(param) is not None:
-        raise ValueError(
-            f"'{name}' is a shard, and a sharded model averages its gradients by itself. Train it with the OSS alone, "
-            "without ShardedDataParallel"
-        )
-    raise ValueError(
-        f"'{name}' trains, but no optimizer holds it, so its gradient would never be averaged. Add it to OSS(...), "
-        "freeze it by requires_grad_(False), or, if load_state_dict(..., assign=True) has put it there, load without "
-        "assign"
-    )
 
 
 # The overlap of the all-gather: each module waits in its forward pre-hook for its updated parameters.
@@ -184,28 +117,6 @@ def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract:
     return waits
 
 
-def copy_what_is_assigned(
-    module: nn.Module, state_dict: Mapping[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
-) -> None:
-    """Before `load_state_dict(assign=True)`: values are copied to the parameters, which have their memory in buckets.
-
-    Raises:
-        ValueError: Parameters would get another dtype; nothing was loaded.
-    """
-    if not local_metadata.get("assign_to_params_buffers"):
-        return
-    for name, param in module.named_parameters():
-        value = state_dict.get(prefix + name)
-        if isinstance(value, Tensor) and value.dtype != param.dtype and reduced_gradient_of(param) is not None:
-            raise ValueError(
-                f"load_state_dict(assign=True): '{prefix + name}' is {value.dtype} in the state and {param.dtype} in "
-                "the model, whose optimizer has a buffer of that dtype. Load without assign, which converts the "
-                f"values, or convert the model before OSS(...) is built, model.to({value.dtype})"
-            )
-    if any(reduced_gradient_of(param) is not None for param in module._parameters.values() if param is not None):
-        local_metadata["assign_to_params_buffers"] = False
-
-
 def _may_read_children(module: nn.Module) -> bool:
     """Whether this is a module of torch's own that is no mere container, or derived from one."""
     return any(base.__module__.startswith("torch.nn.") and base not in _CONTAINERS for base in type(module).__mro__)
@@ -266,44 +177,28 @@ class ShardedDataParallel(nn.Module):
         several = sharded_optimizer if isinstance(sharded_optimizer, Sequence) else [sharded_optimizer]
         optimizers: list[OSS] = [unwrap_optimizer(optimizer) for optimizer in several]
         check_optimizers(module, optimizers, process_group)
-        if overlap_gather and any(isinstance(child, torch.jit.ScriptModule) for child in module.modules()):
-            raise ValueError(
-                "ShardedDataParallel: a torch.jit.ScriptModule in the module takes no hooks. With overlap_gather=True "
-                "nothing could wait there for the parameters. Write overlap_gather=False"
-            )
+        if overlap_gather:
+            check_takes_hooks(module)
         self.module = module
         self.sharded_optimizers = optimizers
         self.group = optimizers[0].shard_group
         self.broadcast_buffers = broadcast_buffers
-        devices = [bucket.device for optimizer in optimizers for bucket in optimizer.buckets]
+        devices = [bucket.device for bucket in self._buckets]
         self.is_multi_device_module = len(set(devices)) > 1  # an attribute of torch's own wrapper
         self.device_type = next((device.type for device in devices), "cpu")
-        self._contract = Contract(self.group, optimizers[0].contract.limit_seconds)
-        self._contract.named_params = module.named_parameters
         # The settings that decide which messages are sent, and their dtypes.
         settings = f"{broadcast_buffers=}, {sync_module_states=}, {reduce_fp16=}"
-        sent = module.named_buffers() if broadcast_buffers or sync_module_states else ()
-        buffers = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in sent]
-        self._contract.check_equal("what was given to ShardedDataParallel", [settings, *buffers])
+        self._contract = self._new_contract(settings, with_buffers=broadcast_buffers or sync_module_states)
         self._reducer = Reducer(optimizers, self._contract, in_half=reduce_fp16)
         self._with_params = [member for member in module.modules() if member._parameters]
         self._overlaps = overlap_gather
         self._root_wait = RootGatherWait()
-        if overlap_gather:
-            module.register_forward_pre_hook(self._root_wait, prepend=True)
         self._registered: list[Bucket] = []
         self._held_ids: set[int] = set()  # their parameters, by id
-        for optimizer in optimizers:
-            optimizer.gets_reduced_gradients = True
-            optimizer.waits_in_step = not overlap_gather
-            optimizer.reduced_by = weakref.ref(self)
-            optimizer.recorded_steps = self._contract.recorded_steps
+        self._attach_optimizers()
         if sync_module_states:
             self._sync_model()
-        watch_optimizers()
-        for member in module.modules():  # The outermost that is loaded looks at the parameters of all others.
-            if not isinstance(member, torch.jit.ScriptModule):  # It takes no hooks.
-                member.register_load_state_dict_pre_hook(copy_what_is_assigned)
+        self._register_hooks()
         self._register_new_buckets()
         if self.group.rank == 0:
             _logger.info(
@@ -312,6 +207,32 @@ class ShardedDataParallel(nn.Module):
                 *(type(module).__name__, len(self._buckets), self.group.size),
                 *(broadcast_buffers, reduce_fp16, overlap_gather),
             )
+
+    def _new_contract(self, settings: str, *, with_buffers: bool) -> Contract:
+        """Returns the contract of the ranks, which have compared the settings and perhaps the buffers."""
+        contract = Contract(self.group, self.sharded_optimizers[0].contract.limit_seconds)
+        contract.named_params = self.module.named_parameters
+        named = self.module.named_buffers() if with_buffers else ()
+        buffers = [f"{name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in named]
+        contract.check_equal("what was given to ShardedDataParallel", [settings, *buffers])
+        return contract
+
+    def _attach_optimizers(self) -> None:
+        """Tells the optimizers that their gradients are averaged here."""
+        for optimizer in self.sharded_optimizers:
+            optimizer.gets_reduced_gradients = True
+            optimizer.waits_in_step = not self._overlaps
+            optimizer.reduced_by = weakref.ref(self)
+            optimizer.recorded_steps = self._contract.recorded_steps
+
+    def _register_hooks(self) -> None:
+        """Registers hooks of the model, of its modules and of the optimizers of this process."""
+        if self._overlaps:
+            self.module.register_forward_pre_hook(self._root_wait, prepend=True)
+        watch_optimizers()
+        for member in self.module.modules():  # The outermost that is loaded looks at the parameters of all others.
+            if not isinstance(member, torch.jit.ScriptModule):  # It takes no hooks.
+                member.register_load_state_dict_pre_hook(copy_what_is_assigned)
 
     # Forward.
 

@@ -5,10 +5,10 @@ writes that. `format/` has the files: their content, their writers, and their ve
 writes folders of Hugging Face, `convert/` checkpoints of other programs.
 """
 
-import importlib
 import logging
 import typing
 
+from scale_core.lazy_names import lazy_names as _lazy_names
 from scale_snapshot.errors import DamagedSnapshotError, ForeignCheckpointError, NewerSnapshotError, SnapshotError
 
 if typing.TYPE_CHECKING:
@@ -52,41 +52,24 @@ __all__ = [
 
 # Imported on first use, because they import torch's checkpoint package, which takes a second.
 _MODULES = {
-    "AsyncSave": "background",
-    "ConversionReport": "convert.converter",
-    "FromRank0": "program_state.stateful",
-    "PerRank": "program_state.stateful",
-    "RandomState": "program_state.rng_state",
-    "Snapshot": "snapshot",
-    "async_save": "saving",
-    "convert_checkpoint": "convert.converter",
-    "latest": "saving",
-    "latest_snapshot": "snapshot",
-    "load": "saving",
-    "load_pretrained": "pretrained.loading",
-    "load_snapshot": "snapshot",
-    "open_checkpoint": "convert.converter",
-    "save": "saving",
-    "save_pretrained": "pretrained.saving",
-    "save_snapshot": "snapshot",
-    "verify_snapshot": "format.verification",
+    "AsyncSave": "scale_snapshot.background",
+    "ConversionReport": "scale_snapshot.convert.converter",
+    "FromRank0": "scale_snapshot.program_state.stateful",
+    "PerRank": "scale_snapshot.program_state.stateful",
+    "RandomState": "scale_snapshot.program_state.rng_state",
+    "Snapshot": "scale_snapshot.snapshot",
+    "async_save": "scale_snapshot.saving",
+    "convert_checkpoint": "scale_snapshot.convert.converter",
+    "latest": "scale_snapshot.saving",
+    "latest_snapshot": "scale_snapshot.snapshot",
+    "load": "scale_snapshot.saving",
+    "load_pretrained": "scale_snapshot.pretrained.loading",
+    "load_snapshot": "scale_snapshot.snapshot",
+    "open_checkpoint": "scale_snapshot.convert.converter",
+    "save": "scale_snapshot.saving",
+    "save_pretrained": "scale_snapshot.pretrained.saving",
+    "save_snapshot": "scale_snapshot.snapshot",
+    "verify_snapshot": "scale_snapshot.format.verification",
 }
 
-
-def __getattr__(name: str) -> typing.Any:
-    """Imports a public name on first use."""
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    value.__module__ = __name__  # Tracebacks and documentation show the path that people write.
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
-
-for _name in set(__all__) - set(_MODULES):
-    globals()[_name].__module__ = __name__
-del _name
+__getattr__, __dir__ = _lazy_names(__name__, _MODULES)

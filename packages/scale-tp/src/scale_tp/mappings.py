@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import all_to_all
 from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.layer_collectives import all_to_all
 from scale_core.compat import untraced
 from scale_core.errors import TransferError
 from scale_core.hooks.autograd import in_backward

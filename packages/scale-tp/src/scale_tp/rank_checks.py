@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
-from scale_core.consistency.contract import SAME_TRAINED, Contract
-from scale_core.consistency.execution_order import fingerprint_of
-from scale_core.consistency.optimizer_steps import are_different
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.contract_errors import SAME_TRAINED
+from scale_core.consistency.execution_order import are_different, fingerprint_of
 from scale_core.errors import TransferError
 from scale_core.shard import Placement, shard_of
 from scale_tp.failed_pass import add_explanation

@@ -1,7 +1,7 @@
 """The squared norms of this rank's own gradients before they are averaged, one backward pass after another.
 
 A full parameter has a hook, which gets its gradient before it is reduced. One that is sharded has
-none; its owner reports its gradient (`scale_core.hooks.autograd.register_local_grad_hook`). Where either shows a
+none; its owner reports its gradient (`scale_core.hooks.gradients.register_local_grad_hook`). Where either shows a
 gradient of the samples of several ranks, as of experts that ranks divide, it tells that there is one, and what is
 measured is reported by source rank (`scale_core.hooks.source_grads`).
 
@@ -27,13 +27,8 @@ from torch.utils.hooks import RemovableHandle
 from scale_adascale.squared_norms import CHUNK, stored_values, sum_of_squares
 from scale_core import compat
 from scale_core.comm import context_parallel_group
-from scale_core.hooks.autograd import (
-    is_nested,
-    lacks_autograd_hooks,
-    register_local_grad_hook,
-    register_post_backward,
-    weak_hook,
-)
+from scale_core.hooks.autograd import is_nested, register_post_backward, weak_hook
+from scale_core.hooks.gradients import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
 from scale_core.hooks.source_grads import register_source_grad_hook, source_group
 from scale_core.optim.step_checks import sharded_param_of

@@ -35,7 +35,7 @@ from scale_adascale.measurement.gradient_checks import fingerprint
 from scale_adascale.measurement.local_grad_norms import NormAccumulator
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.device.streams import tensor_on
-from scale_core.hooks.autograd import lacks_autograd_hooks
+from scale_core.hooks.gradients import lacks_autograd_hooks
 from scale_core.hooks.microbatch_grads import pipeline_ranks
 from scale_core.hooks.source_grads import source_group
 from scale_core.shard import Axis, Placement, on_local_tensors, shard_of, title_of

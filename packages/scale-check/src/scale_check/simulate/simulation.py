@@ -32,7 +32,7 @@ from scale_check.simulate.races import Race, RaceChecker, RaceError
 from scale_check.simulate.traffic import Collective, read_collective
 from scale_core import compat
 from scale_core.errors import ScaleError
-from scale_core.flat.buffer import live_buffers
+from scale_core.flat.live_buffers import live_buffers
 from scale_core.tree import tensors_in
 
 _GIB = 2**30

@@ -14,21 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache, partial
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Literal
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat, fault_points
 from scale_core.comm.fork import forked_error
-from scale_core.comm.group import Group, GroupLike, group_of, num_dims_error
+from scale_core.comm.group import Group
 from scale_core.comm.group_state import group_state
-from scale_core.comm.mesh import ParallelDims
-from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work, wait_for
+from scale_core.comm.limits import process_limit
+from scale_core.comm.work import CollectiveWork, Work, start_work, wait_for
 from scale_core.device import buffer_pool
 from scale_core.errors import TransferError
 
@@ -125,7 +124,6 @@ __all__ = [
     "Op",
     "all_gather",
     "all_reduce",
-    "all_to_all",
     "broadcast",
     "exchange",
     "exchange_text",
@@ -163,8 +161,8 @@ def all_gather(
 
     See also: [the core](../how-the-core-works.md).
     """
-    _check_dtypes("all_gather", output, shard)
-    parts = _parts("all_gather", "output", output, group, sizes)
+    check_dtypes("all_gather", output, shard)
+    parts = parts_by_rank("all_gather", "output", output, group, sizes)
     own = parts[group.rank]
     if own.shape != shard.shape or not shard.is_contiguous():
         raise ValueError(
@@ -172,7 +170,7 @@ def all_gather(
             f"{group.size} ranks, got {tuple(shard.shape)} with strides {shard.stride()}"
         )
     if group.size == 1:
-        _fill(own, shard)
+        fill(own, shard)
         return CollectiveWork("all_gather", [], output)
     if fault_points.active is not None:
         fault_points.active("all_gather", "")
@@ -183,7 +181,7 @@ def all_gather(
         return CollectiveWork("all_gather", [start_work(None, start)], output, keep=[shard], rank=group.rank)
     # As bytes: gloo knows few dtypes, and a gather does no arithmetic.
     wire, sent = [part.view(torch.uint8) for part in parts], shard.view(torch.uint8)
-    _fill(own, shard)  # Before the first message: nothing may fail between that and the handle of the buffers.
+    fill(own, shard)  # Before the first message: nothing may fail between that and the handle of the buffers.
     others = peers(group)
     works = post_messages(group, {peer: wire[peer] for peer in others}, dict.fromkeys(others, sent), tag)
     return CollectiveWork("all_gather", works, output, keep=[shard, *wire, sent], rank=group.rank)
@@ -228,7 +226,7 @@ def reduce_scatter(
 
     See also: [the core](../how-the-core-works.md).
     """
-    parts = _parts("reduce_scatter", "a full tensor", full, group, sizes)
+    parts = parts_by_rank("reduce_scatter", "a full tensor", full, group, sizes)
     if average and not (full.is_floating_point() or full.is_complex()):
         raise ValueError(f"reduce_scatter: {full.dtype} has no fractions to average in: pass average=False for the sum")
     dtype = dtype or full.dtype
@@ -286,45 +284,6 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWor
     return CollectiveWork("all_reduce", [start_work(None, start)], tensor, rank=group.rank)
 
 
-def all_reduce_in_rank_order(flat: Tensor, group: Group, *, average: bool = False, tag: int) -> CollectiveWork:
-    """Starts the sum or average of every rank's `flat` [N]; all ranks get the same bits, and no argument is written to.
-
-    On the host the summands are added in rank order, in fp32 at least, and rounded once. On a device the order is the
-    transport's. Ranks whose tags differ time out instead of mixing their data.
-
-    Args:
-        flat: [N], contiguous, equal N and dtype on all ranks; must not change before `wait()`.
-        group: The W ranks.
-        average: Divide by W.
-        tag: As in `all_gather`.
-
-    Returns:
-        A handle whose result [N] is a new tensor, or in a world of one `flat` itself.
-    """
-    if group.size == 1:
-        return CollectiveWork("all_reduce", [], flat)
-    if not peer_to_peer(group, flat.device):
-        work = all_reduce(flat.clone(), group)
-        return work.then(lambda total: total.div_(group.size)) if average else work
-    dtype = flat.dtype
-    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-    if group.size == 2:  # One round of messages where a reduction and a gather are two, and no more bytes.
-        both = torch.empty(2, flat.numel(), dtype=dtype, device=flat.device)
-
-        def add(_: Tensor) -> Tensor:
-            total = both[0].to(wide) + both[1]
-            return (total.div_(2) if average else total).to(dtype)
-
-        return all_gather(both.view(-1), flat, group, tag=tag).then(add)
-    part = -(-flat.numel() // group.size)
-    sizes = [min(part, max(0, flat.numel() - rank * part)) for rank in range(group.size)]
-
-    def gather_parts(part: Tensor) -> CollectiveWork:
-        return all_gather(torch.empty_like(flat), part.to(dtype), group, sizes=sizes, tag=tag)
-
-    return reduce_scatter(flat, group, dtype=wide, average=average, sizes=sizes, tag=tag).then(gather_parts)
-
-
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWork:
     """Starts to overwrite `tensor` [any shape, contiguous] with that of rank `source` of the group.
 
@@ -350,71 +309,7 @@ def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWor
     return CollectiveWork("broadcast", [start_work(source, start)], tensor, rank=group.rank)
 
 
-def all_to_all(
-    output: Tensor,
-    input: Tensor,
-    group: Group,
-    *,
-    output_sizes: Sequence[int] | None = None,
-    input_sizes: Sequence[int] | None = None,
-    tag: int = UNTAGGED,
-) -> CollectiveWork:
-    """Starts to send part r of `input` to rank r; part r of `output` comes from rank r.
-
-    Args:
-        output: [W * S], or [sum of `output_sizes`].
-        input: [W * S], or [sum of `input_sizes`], of the same dtype; must not change before `wait()`.
-        group: The W ranks.
-        output_sizes: How many elements come from each rank; None is S each.
-        input_sizes: The number of elements for each rank; None is S each. The number this rank sends to another one is
-            that one expects from it.
-        tag: As in `all_gather`.
-
-    Raises:
-        ValueError: The sizes or dtypes do not fit each other.
-
-    Examples:
-        >>> import torch
-        >>> from scale_core import Group
-        >>> from scale_core.comm.collectives import all_to_all
-        >>> output = torch.zeros(4)
-        >>> _ = all_to_all(output, torch.arange(4.0), Group()).wait()
-        >>> output
-        tensor([0., 1., 2., 3.])
-
-    See also: [the core](../how-the-core-works.md).
-    """
-    _check_dtypes("all_to_all", output, input)
-    sent = _parts("all_to_all", "input", input, group, input_sizes)
-    received = _parts("all_to_all", "output", output, group, output_sizes)
-    if output_sizes is None and input_sizes is None and output.numel() != input.numel():
-        raise ValueError(f"all_to_all: expected equal sizes, got {output.numel()} and {input.numel()} elements")
-    if group.size == 1:
-        _fill(received[0], sent[0])
-        return CollectiveWork("all_to_all", [], output)
-    if fault_points.active is not None:
-        fault_points.active("all_to_all", "")
-    if not peer_to_peer(group, input.device):
-        start = partial(
-            dist.all_to_all_single,
-            output,
-            input,
-            output_split_sizes=None if output_sizes is None else list(output_sizes),
-            input_split_sizes=None if input_sizes is None else list(input_sizes),
-            group=torch_group(group),
-            async_op=True,
-        )
-        return CollectiveWork("all_to_all", [start_work(None, start)], output, keep=[input], rank=group.rank)
-    targets = {peer: received[peer].view(torch.uint8) for peer in peers(group)}
-    sources = {peer: sent[peer].view(torch.uint8) for peer in peers(group)}
-    _fill(received[group.rank], sent[group.rank])
-    works = post_messages(group, targets, sources, tag)
-    return CollectiveWork(
-        "all_to_all", works, output, keep=[input, *targets.values(), *sources.values()], rank=group.rank
-    )
-
-
-def _parts(op: str, what: str, flat: Tensor, group: Group, sizes: Sequence[int] | None) -> list[Tensor]:
+def parts_by_rank(op: str, what: str, flat: Tensor, group: Group, sizes: Sequence[int] | None) -> list[Tensor]:
     """The parts of a flat tensor [W * S], by rank; raises where it does not divide into them."""
     numel, world = flat.numel(), group.size
     fits = numel % world == 0 if sizes is None else len(sizes) == world and numel == sum(sizes)
@@ -426,7 +321,8 @@ def _parts(op: str, what: str, flat: Tensor, group: Group, sizes: Sequence[int] 
     return list(flat.split(numel // world if sizes is None else list(sizes))) if numel else [flat] * world
 
 
-def _check_dtypes(op: str, output: Tensor, input: Tensor) -> None:
+def check_dtypes(op: str, output: Tensor, input: Tensor) -> None:
+    """Raises where output and input of a collective have different dtypes or devices."""
     if output.dtype != input.dtype or output.device != input.device:
         raise ValueError(
             f"{op}: expected tensors of one dtype and device, got {output.dtype} on {output.device} and {input.dtype} "
@@ -434,7 +330,8 @@ def _check_dtypes(op: str, output: Tensor, input: Tensor) -> None:
         )
 
 
-def _fill(target: Tensor, source: Tensor) -> None:
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copies `source` unless the target is that very memory."""
     if not target.is_set_to(source):
         target.copy_(source)
 
@@ -529,83 +426,3 @@ def exchange_text(text: str, group: Group, *, limit_seconds: float | None = None
     rows = exchange(record, group, limit_seconds=limit_seconds)
     texts = (b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows)
     return [raw[:length].decode(errors="surrogatepass") for raw, length in zip(texts, lengths, strict=True)]
-
-
-def subgroup_of(group: Group, ranks: Sequence[int]) -> Group:
-    """Returns the group of some ranks (global numbers) of a group; all ranks of `group` call it together."""
-    # torch names a group that only its members make by how many groups each of them is in so far: members that are in
-    # different numbers would wait for each other in vain. So those in fewer first make up for it by groups of their
-    # own.
-    num_groups = len(compat.process_groups())
-    counts = dict(zip(group.ranks, (row[0] for row in exchange([num_groups], group)), strict=True))
-    if group.ranks[group.rank] not in ranks:
-        return Group()
-    return _new_group_among(ranks, max(counts[rank] for rank in ranks), group)
-
-
-def mesh_group(mesh: DeviceMesh) -> Group:
-    """Returns the group of all ranks of a mesh, in row-major order; they all call it together."""
-    if compat.spans_world(mesh):
-        return group_of(compat.flatten_mesh(mesh))
-    axes = tuple(group_of(mesh.get_group(axis)) for axis in range(mesh.ndim))
-    return _mesh_group(axes, compat.ranks_of_mesh(mesh))
-
-
-class TwoAxes(NamedTuple):
-    """The groups of a rank on two axes, and the group of all ranks of both."""
-
-    first: Group
-    second: Group
-    both: Group
-
-
-def two_axes_of(mesh: GroupLike, names: tuple[str, str], alone: str, axes: tuple[str, str]) -> TwoAxes:
-    """Returns the groups of a `ParallelDims` or of a `DeviceMesh` of two dimensions; all its ranks call it together.
-
-    Args:
-        mesh: A `DeviceMesh` of one dimension, and a process group, have one axis. The other has one rank.
-        names: What the two dimensions of a `DeviceMesh` mean, for its error.
-        alone: Which of them one dimension is.
-        axes: The axes of a `ParallelDims`.
-
-    Raises:
-        ValueError: The mesh has more than two dimensions.
-    """
-    if isinstance(mesh, ParallelDims):
-        first, second = (group_of(mesh, axis) for axis in axes)
-        return TwoAxes(first, second, group_of(mesh, *axes))
-    if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
-        group = group_of(mesh)
-        return TwoAxes(group, Group(), group) if alone == names[0] else TwoAxes(Group(), group, group)
-    if mesh.ndim != 2:
-        raise num_dims_error(mesh, names, alone)
-    first, second = (group_of(mesh.get_group(dim)) for dim in (0, 1))
-    return TwoAxes(first, second, mesh_group(mesh))
-
-
-@cache
-def _mesh_group(axes: tuple[Group, ...], ranks: tuple[int, ...]) -> Group:
-    """The group of all ranks of a mesh that ranks outside of it know nothing of: torch would mix it with theirs."""
-    return group_over(axes, ranks)
-
-
-def group_over(axes: Sequence[Group], ranks: Sequence[int]) -> Group:
-    """Returns the group of all ranks (global numbers) of a mesh with these axes; they alone call it, together."""
-    most = len(compat.process_groups())
-    for axis in axes:  # Along one after the other, each rank hears of all.
-        most = max(row[0] for row in exchange([most], axis))
-    return _new_group_among(ranks, most, max(axes, key=lambda axis: axis.size))
-
-
-def _new_group_among(ranks: Sequence[int], most: int, like: Group) -> Group:
-    """Makes a group that its members alone call; none of them is in more than `most` groups. See `subgroup_of`."""
-    for _ in range(most - len(compat.process_groups())):
-        compat.new_group_of_members([dist.get_rank()], None)
-    return group_of(compat.new_group_of_members(list(ranks), new_group_limit(like)))
-
-
-def new_group_limit(group: Group) -> timedelta | None:
-    """The timeout for a part of a group: the group's own, where torch would take half an hour."""
-    if group.process_group is None or group.backend == "fake":
-        return None
-    return compat.new_group_limit(group.process_group)

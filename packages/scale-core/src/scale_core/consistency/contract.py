@@ -17,7 +17,6 @@ A rank that fails in a pass in which each event is compared says so at the next 
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,195 +28,37 @@ from torch import Tensor
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
 from scale_core.comm.group_state import CallLog
-from scale_core.comm.work import limit_of
-from scale_core.consistency.execution_order import END, Event, LogEntry, Pass, PassKind, fingerprint_of
-from scale_core.consistency.flight_recorder import (
-    FlightRecorder,
-    RankRecord,
-    are_at_different_places,
-    by_rank,
-    format_desync,
-    format_failures,
+from scale_core.comm.limits import limit_of
+from scale_core.consistency.contract_errors import (
+    SAME_MODEL,
+    broken_group,
+    failed_transfer,
+    unequal_calls,
+    unequal_events,
+    unequal_lines,
+    unequal_steps,
 )
-from scale_core.consistency.late_ranks import late_ranks_by_environment
-from scale_core.consistency.optimizer_steps import (
+from scale_core.consistency.execution_order import (
+    END,
+    Event,
+    History,
     OptimizerSteps,
+    PassKind,
     are_different,
-    describe_difference,
-    have_diverged,
+    fingerprint_of,
 )
+from scale_core.consistency.flight_recorder import FlightRecorder, RankRecord, format_failures
+from scale_core.consistency.late_ranks import late_ranks_by_environment
 from scale_core.consistency.same_call import calls_that_differ, forget_calls
-from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError, recovery_hint
+from scale_core.errors import ScaleDistributedError, StepError, TransferError
 
 _CHECKED_PASSES = 2
 # All events since the last comparison, to name the first difference; that may be after very many passes.
 _KEPT_EVENTS = 10_000
-# In so many passes of a cycle that is not predicted, ranks compare whether forwards or backwards follow.
-_COMPARED_DIRECTIONS = 8
 # All records have one length: gloo can't take a message of another one, and ranks may be at different places.
 _NOTES = 4
 _FAILED = fingerprint_of("this rank has failed")
 _LONGEST_REASON = 300
-
-_SAME_MODEL = (
-    "Build the same model on every rank, and wrap it in the same order: nothing before the first step may depend on "
-    "the rank"
-)
-_SAME_ORDER = (
-    "All ranks must run the same units in the same order; where the data decides which of them is used, make one "
-    "unit of all that can be chosen: fully_shard(the module that holds them)"
-)
-
-SAME_TRAINED = (
-    "Freeze and unfreeze parameters on all ranks alike: param.requires_grad_(...) must not depend on the rank, nor on "
-    "its data"
-)
-
-_SAME_CALLS = (
-    "Each of them moves data between these ranks. NCCL matches data by the order of calls only, so results may be "
-    "wrong since then. Make the same calls on all of these ranks, in the same order, with inputs of the same shape"
-)
-
-_ON_ONE_RANK = (
-    "For an evaluation that only one rank needs, call the model on all ranks and use the result on that rank; under "
-    "ShardedDataParallel that rank can call model.module(batch)"
-)
-
-
-class History:
-    """This rank's passes: the last complete one of each kind, and the cycle between two comparisons.
-
-    Training repeats itself: a forward, a backward, perhaps several of both until gradients are reduced. So the order of
-    the last pass of a kind predicts the next event in this one, and the last complete cycle of passes predicts the
-    events that all ranks run until they compare again.
-
-    Args:
-        in_order: Transfers match by their order, and not by tags. Then one pass of a kind predicts nothing: the second
-            one prefetches units that the first one has gathered late, so the order of transfers settles there.
-    """
-
-    def __init__(self, *, in_order: bool = False) -> None:
-        self.in_order = in_order
-        self.order: list[Event] = []  # The events of the last complete pass of the current kind; empty before the first
-        self.position = 0  # How many events the current pass has had
-        self.matches_last_order = False  # Whether it has kept to that order, so that its next event is predicted
-        self.num_completed = 0  # The number of complete passes of the current kind
-        self.orders: dict[PassKind, list[Event]] = {}  # The events of the last complete pass of each kind
-        self.log: list[LogEntry] = []  # That of the current pass; whoever starts a transfer adds it here
-        self._current: Pass | None = None
-        self._num_completed: dict[PassKind, int] = {}
-        self.cycle: list[Pass] = []  # The complete passes since the last comparison
-        self.predicts_nothing = False  # There is such a pass, and nothing says whether a forward or a backward is next
-        self._unpredictable: set[PassKind] = set()  # First passes after which programs go on in several ways
-        self._last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
-
-    @property
-    def last_event(self) -> Event | None:
-        """The last event of the current pass; None outside of one, or before the first."""
-        events = self._current.events if self._current is not None else []
-        return events[-1] if events else None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a pass runs now."""
-        return self._current is not None
-
-    @property
-    def transfers(self) -> list[Event]:
-        """The transfers started since the last event of the current pass."""
-        since = itertools.takewhile(lambda entry: entry.is_transfer, reversed(self.log))
-        return [entry.event for entry in since][::-1]
-
-    @property
-    def current(self) -> Pass:
-        """The current pass."""
-        assert self._current is not None, "recorded an event outside of a pass"
-        return self._current
-
-    def begin(self, kind: PassKind, new_step: bool) -> None:
-        """Begins a pass; one that was left in the middle is forgotten."""
-        self._current = Pass(kind, new_step)
-        self.log = self._current.log
-        self.order = self.orders.get(kind, [])
-        self.position = 0
-        self.num_completed = self._num_completed.get(kind, 0)
-        self.matches_last_order = self.num_completed > 0
-
-    def add(self, event: Event) -> None:
-        """Records a phase of a unit."""
-        assert self._current is not None, "recorded an event outside of a pass"
-        expected = self.order[self.position] if self.position < len(self.order) else None
-        self.matches_last_order = self.matches_last_order and event == expected
-        self.position += 1
-        self.log.append(LogEntry(event, is_transfer=False))
-
-    def end(self, *, closes: bool) -> None:
-        """Ends the current pass; `closes` ends the cycle as well."""
-        ended, kind = self.current, self.current.kind
-        self._num_completed[kind] = self.num_completed + 1
-        self.cycle.append(ended)
-        if closes:
-            self._last_cycles[self.cycle[0].kind], self.cycle = self.cycle, []
-        self._current, self.log = None, []
-        first = self.cycle[0].kind if self.cycle else None
-        self.predicts_nothing = (
-            first is not None
-            and (first in self._unpredictable or not self._is_settled(self._last_cycles.get(first, [])))
-            and len(self.cycle) <= _COMPARED_DIRECTIONS
-        )
-        self.orders[kind] = ended.events
-
-    def _is_settled(self, passes: Sequence[Pass]) -> bool:
-        """Whether these passes predict the order of transfers in the next ones of their kinds."""
-        num_needed = 2 if self.in_order else 1
-        return bool(passes) and all(self._num_completed.get(each.kind, 0) >= num_needed for each in passes)
-
-    def reset(self) -> None:
-        """Drops the current cycle; the last complete one stays."""
-        self.cycle, self._current, self.log = [], None, []
-        self.predicts_nothing = False
-
-    def coming(self) -> list[Pass]:
-        """Between passes: the rest of the current cycle, if the last one, equal so far, went on with a backward."""
-        first = self.cycle[0].kind if self.cycle else None
-        last_cycle = [] if first is None or first in self._unpredictable else self._last_cycles.get(first, [])
-        if len(last_cycle) <= len(self.cycle) or not last_cycle[len(self.cycle)].kind.phase.startswith("backward"):
-            return []
-        are_alike = all(
-            last.kind == mine.kind and last.events == mine.events
-            for last, mine in zip(last_cycle, self.cycle, strict=False)
-        )
-        return last_cycle[len(self.cycle) :] if are_alike else []
-
-    def mark_unpredictable(self, first: PassKind) -> None:
-        """Records that programs go on in several ways after such a pass: the last cycle predicts nothing."""
-        self._unpredictable.add(first)
-
-    def remaining(self) -> list[Pass] | None:
-        """The rest of the current cycle, if it goes on as the last one did."""
-        if self._current is None:
-            return None
-        begun = [*self.cycle, self._current]
-        last_cycle = self._last_cycles.get(begun[0].kind, [])
-        if len(last_cycle) < len(begun) or not self._is_settled(last_cycle[len(self.cycle) :]):
-            return None
-        lefts = [_remaining_of(last, mine, self.in_order) for last, mine in zip(last_cycle, begun, strict=False)]
-        here = lefts[-1]
-        if here is None or any(left is None or left.log for left in lefts[:-1]):
-            return None
-        return [here, *last_cycle[len(begun) :]]
-
-
-def _remaining_of(last: Pass, mine: Pass, in_order: bool) -> Pass | None:
-    """The rest of a pass that repeats `last`; None where it has begun in another way."""
-    log = mine.log if in_order else mine.events
-    same_order = log == (last.log if in_order else last.events)[: len(log)]
-    left = list(last.log)
-    for entry in mine.log:
-        if entry not in left:
-            return None
-        left.remove(entry)
-    return Pass(last.kind, new_step=False, log=left) if same_order and mine.kind == last.kind else None
 
 
 class _RecordedEvent(NamedTuple):
@@ -280,7 +121,7 @@ class Contract:
         self._of = of
         self._late_ranks = late_ranks_by_environment(group)
 
-    def check_equal(self, what: str, lines: Sequence[str], mending: str = _SAME_MODEL) -> None:
+    def check_equal(self, what: str, lines: Sequence[str], mending: str = SAME_MODEL) -> None:
         """Checks that every rank has these lines; `mending` is the advice of the error.
 
         Raises:
@@ -290,9 +131,7 @@ class Contract:
             return
         _, places = self._exchange_fingerprints(f"the check of {what}", fingerprint_of(*lines), events=lines)
         if places:
-            raise ContractError(
-                f"{format_desync(places, what)}. {_SAME_ORDER if are_at_different_places(places) else mending}"
-            )
+            raise unequal_lines(places, what, mending)
 
     def begin(self, kind: PassKind, *, new_step: bool) -> None:
         """Begins a pass; forgets one that was left in the middle.
@@ -394,23 +233,17 @@ class Contract:
             with self.waiting("the comparison of calls"):
                 difference = calls_that_differ(self.group.ranks, self.limit_seconds)
             if difference:
-                message = f"step {self.step}: the ranks made different calls: {difference}. {_SAME_CALLS}"
-                raise self._fail(ContractError(message, step=self.step, rank=self.group.rank))
+                raise self._fail(unequal_calls(difference, self.step, self.group.rank))
 
     def _check_steps(self, statuses: Sequence[int]) -> None:
         """Raises where ranks have taken different steps on one parameter, or on their parts after equal ones."""
         if are_different(statuses):
-            steps = self.recorded_steps
             with self.waiting("the comparison of optimizers' steps"):
-                text = json.dumps([steps.by_name(self.named_params()), steps.of_part()])
-                texts = exchange_text(text, self.group, limit_seconds=self.limit_seconds)
-            by_name, of_parts = zip(*map(json.loads, texts), strict=True)
-            difference = describe_difference(by_name)
-            if not difference and have_diverged(statuses):
-                difference = describe_difference(of_parts)
-            if difference:
-                where = f"step {self.step}: " if self.step else ""
-                raise self._fail(ContractError(f"{where}{difference}", step=self.step, rank=self.group.rank))
+                error = unequal_steps(
+                    self.recorded_steps, statuses, self.named_params(), self.group, self.step, self.limit_seconds
+                )
+            if error is not None:
+                raise self._fail(error)
         self.recorded_steps.end(statuses)
 
     def end_unchecked(self) -> None:
@@ -500,24 +333,13 @@ class Contract:
 
     def _check_usable(self) -> None:
         if self._broken is not None:
-            raise ScaleDistributedError(
-                f"the process group is broken since an earlier error and can't be used again:\n{self._broken}\n"
-                f"{recovery_hint()}, or create a new process group",
-                step=self.step,
-                rank=self.group.rank,
-            )
+            raise broken_group(self._broken, self.step, self.group.rank)
 
     def _compare(self, event: Event, fingerprint: int, notes: Sequence[int] = ()) -> list[list[int]]:
         """Returns every rank's notes; raises where the ranks are at other events than `event`, or differ before it."""
         rows, places = self._exchange_fingerprints(event, fingerprint, notes, self._unchecked_events)
-        is_one_place = len({(place.of, place.place, *place.events) for place in places}) == 1
-        if is_one_place and len({tuple(place.trained) for place in places}) > 1:
-            texts = [", ".join(place.trained) or "as at first" for place in places]
-            message = f"step {self.step}: the ranks train different parameters: {by_rank(texts)}. {SAME_TRAINED}"
-            raise self._fail(ContractError(message, step=self.step, rank=self.group.rank))
         if places:
-            message = f"step {self.step}: {format_desync(places, 'what they ran')}. {_SAME_ORDER}"
-            raise self._fail(ContractError(message, step=self.step, unit=event.unit, rank=self.group.rank))
+            raise self._fail(unequal_events(places, self.step, event.unit, self.group.rank))
         return rows
 
     def _exchange_fingerprints(
@@ -560,18 +382,4 @@ class Contract:
 
     def _explain(self, place: Event | str, error: TransferError) -> ScaleDistributedError:
         """The error of a failed transfer, with every rank's last events."""
-        self._flight_recorder.events.append(f"step {self.step}: failed in {place} ({error.fact})")
-        self._flight_recorder.publish()
-        lines = [f"step {self.step}: {place}: {error.fact}", "What each rank did last:"]
-        lines += [
-            f"  rank {rank}: {history}" for rank, history in self._flight_recorder.dump_all_ranks(error.gone).items()
-        ]
-        lines.append(
-            f"{_SAME_ORDER}. A rank that skips a batch, an evaluation or a checkpoint, or that has exited, leaves the "
-            f"others waiting. {_ON_ONE_RANK}. The process group can't be used any more: {recovery_hint()}"
-        )
-        unit = place.unit if isinstance(place, Event) else ""
-        told = ScaleDistributedError(
-            "\n".join(lines), step=self.step, unit=unit, rank=self.group.rank, peer=error.peer, op=error.op
-        )
-        return self._fail(told)
+        return self._fail(failed_transfer(error, place, self._flight_recorder, self.step, self.group.rank))

@@ -1,63 +1,33 @@
-"""The flat buffer: all-gather into it, views of it as parameters, and its release.
+"""The flat buffer: all-gather into it, its release, and the reduction of its gradients.
 
 Parameters of one dtype are in one flat buffer. Each rank keeps its shard of it; the full buffer exists only between a
 gather and a release, and the parameters that a module computes with are *views* of it. A collective therefore reads and
 writes the very memory that the module uses: nothing is split, concatenated or copied per parameter. ZeRO-1, -2 and -3
-differ only in when they call gather, release and reduce (see `reduction.py`).
+differ only in when they call gather, release and reduce.
+
+Reduced gradients are published to `.grad` only when the pass has succeeded on every rank: an optimizer must not see
+half of a pass, and a failed pass must leave no trace in a sum. `storage` makes and moves the memory, `gradient` has a
+rank's own gradients before they are reduced, `transport` the collectives.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Container, Iterable, Sequence
 
-import torch
 from torch import Tensor, nn
 
+from scale_core import uneven_inputs
 from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather
-from scale_core.comm.group import Group
-from scale_core.consistency.optimizer_steps import OptimizerSteps
+from scale_core.consistency.execution_order import OptimizerSteps
 from scale_core.device import buffer_pool
+from scale_core.device.streams import copy_over
 from scale_core.flat.gradient import view_of
-from scale_core.flat.host_staged import HostStagedTransport, HostToDeviceCopy
-from scale_core.flat.layout import FlatLayout
-from scale_core.flat.reduction import FlatReduced, copy_stream
-from scale_core.flat.shard_storage import DevicePolicy, DtypePolicy, NodeGroups, ShardGroups
-from scale_core.flat.transport import PlainTransport, ShardTransport, TransportPolicy, part_of
-from scale_core.optim.step_checks import (
-    invalidate_cache,
-    register_shard_owner,
-    register_unsharded,
-    shard_owners,
-    watch_optimizers,
-)
-from scale_core.parameters import copy_attributes
-from scale_core.shard import as_local, on_local_tensors
-
-
-class UnshardedParameter(nn.Parameter):
-    """A view of a full buffer in a parameter's full shape; it prints without values while they are released."""
-
-    # torch ends the process where it reads released memory: a test runner that prints local variables is enough.
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]  # Tensor's own takes keywords that vary
-        if not self.numel() or self.untyped_storage().nbytes():
-            return repr(nn.Parameter(self.data, self.requires_grad))  # Prints as a plain parameter.
-        return f"<a released parameter of shape {tuple(self.shape)}, {self.dtype}: it has values while its unit runs>"
-
-
-__all__ = [
-    "DevicePolicy",
-    "DtypePolicy",
-    "FlatBuffer",
-    "NodeGroups",
-    "ShardGroups",
-    "State",
-    "live_buffers",
-    "wait_sent",
-]
+from scale_core.flat.storage import FlatStorage
+from scale_core.flat.transport import part_of
+from scale_core.hooks.gradients import call_local_grad_hooks, gradient_hooks
+from scale_core.optim.error_feedback import ErrorFeedback
+from scale_core.shard import as_local
 
 
 class State(enum.Enum):
@@ -68,46 +38,7 @@ class State(enum.Enum):
     GATHERED = "the full buffer, W * S elements, readable"
 
 
-_AS_GIVEN = DtypePolicy(), DevicePolicy()
-# Attributes that are pickled as they are.
-_KEPT = (
-    "names",
-    "dtypes",
-    "flatten",
-    "sharded_params",
-    "_unit",
-    "_flat_name",
-    "_counted_over",
-    "_outer_shards",
-    "gradient_divisor",
-    "transport_policy",
-)
-
-
-def _live_flat_buffers() -> list[FlatBuffer]:
-    return [owner for owner in shard_owners() if isinstance(owner, FlatBuffer)]
-
-
-def live_buffers() -> Iterator[tuple[str, Tensor]]:
-    """Yields every flat tensor that exists now: "shard" [S], "gathered" [W * S], "gradient" [W * S]."""
-    for buffer in _live_flat_buffers():
-        yield "shard", buffer.shard
-        if buffer.state is not State.SHARDED and not buffer.is_aliased:
-            yield "gathered", buffer.full
-        if buffer.part is not None:
-            yield "gathered", buffer.part
-        for gradient in (buffer.gradient.flat, buffer.gradient.accumulated):
-            if gradient is not None:
-                yield "gradient", gradient
-
-
-def wait_sent() -> None:
-    """Waits until every shard may be written to; see `FlatBuffer.wait_sent`."""
-    for buffer in _live_flat_buffers():
-        buffer.wait_sent()
-
-
-class FlatBuffer(FlatReduced):
+class FlatBuffer(FlatStorage):
     """Parameters of one dtype, sharded over a group.
 
     Args:
@@ -143,33 +74,16 @@ class FlatBuffer(FlatReduced):
 
     state: State
     part: Tensor | None
-    has_post_all_gather: bool
     recorded_steps: OptimizerSteps | None = None  # Of the model, whose ranks compare them
+    gradient_divisor: float | None = None  # The divisor of the sum of gradients; None is the number of ranks
     _gathering: CollectiveWork | None
-    _host_copies: HostToDeviceCopy | None  # Of the shard, where it is on another device than that which computes
-    _plain_transport: ShardTransport  # Of full parameters in their own dtype
+    _unpublished: list[tuple[nn.Parameter, Tensor]]  # Results of reductions since the last `commit`
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        params: Sequence[Tensor],
-        layout: FlatLayout,
-        groups: Group | ShardGroups,
-        dtypes: DtypePolicy = _AS_GIVEN[0],
-        flatten: bool = False,
-        devices: DevicePolicy = _AS_GIVEN[1],
-        transport_policy: TransportPolicy | None = None,
-    ) -> None:
-        super().__init__(names, dtypes, flatten)
-        self.transport_policy = transport_policy
-        device = params[0].device
-        self._plan(layout, groups if isinstance(groups, ShardGroups) else ShardGroups(groups), devices.resolved(device))
-        self._set_shard(self._new_shard(params[0].dtype))
-        for index, param in enumerate(params):
-            self.load(index, param)
-        self.sharded_params = self._make_sharded_params(params)
-        self._written = [self.shard]
-        self._init_unsharded([param.requires_grad for param in params])
+    def _init_transfers(self) -> None:
+        self.state, self.part, self._gathering, self._unpublished = State.GATHERED, None, None, []
+        self._unsharded_version = self.unsharded_params[0]._version
+        self._gathered_version, self._gathered_after = self.version, self.group.state.optimizer_steps.number
+        self.release()
 
     # Properties.
 
@@ -178,6 +92,12 @@ class FlatBuffer(FlatReduced):
         """Grows whenever the shard is written to, directly or through a sharded parameter, and when it is replaced."""
         with as_local():
             return self._past_versions + sum(tensor._version for tensor in self._written)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of the parameters wants a gradient."""
+        with as_local():
+            return any(param.requires_grad for param in self.sharded_params)
 
     def follow_trainable(self) -> dict[str, bool]:
         """Copies `requires_grad` from the sharded parameters to the unsharded ones; returns the changed names."""
@@ -299,7 +219,119 @@ class FlatBuffer(FlatReduced):
         stepped = self.group.state.optimizer_steps.number != self._gathered_after and self.trains
         return (stepped and not by_writes_alone) or self.version != self._gathered_version
 
-    # The end of transfers under way.
+    # Reduce.
+
+    @property
+    def error_feedback(self) -> Sequence[ErrorFeedback]:
+        """The rounding errors of the gradients, which are added to those of the next step; empty without it."""
+        return self.transport.feedback
+
+    def has_grad(self, index: int) -> bool:
+        """Whether a sharded parameter has a reduced gradient; one that is flattened always counts as having one."""
+        return self.flatten or self.sharded_param(index).grad is not None
+
+    def drop_grad(self, index: int) -> None:
+        """Takes the reduced gradient of a sharded parameter away."""
+        self.sharded_param(index).grad = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient that was not reduced yet."""
+        return bool(self.gradient)
+
+    @property
+    def needs_transfer_after_reduce(self) -> bool:
+        """Whether reduced gradients still have to be sent to replicas, between nodes or to another device."""
+        return self.transport.traits.reduces_in_halves or self.devices.reduced != self.compute_device
+
+    def reduce(self, tag: int = UNTAGGED) -> None:
+        """Starts to average the local gradients over the ranks in `reduce_dtype`; missing ones count as zeros."""
+        # So does all of it on a rank that has run out of data (see `join`).
+        share = uneven_inputs.active_share
+        if share is not None and not share.weight:
+            self.gradient.drop()
+        if gradient_hooks.local:
+            self._report_local_grads()
+        gradient = self.gradient.take(self.compute_device)
+        if share is not None and share.weight not in (0, 1):
+            gradient.mul_(share.weight)
+        divisor: float | None = None if share is None else share.divisor
+        if self.gradient_divisor is not None:
+            num_ranks = self.group.size * self.groups.replicas.size
+            divisor = self.gradient_divisor * ((divisor or num_ranks) / num_ranks)
+        self.reduction.start(gradient.to(self.reduce_dtype), tag, divisor)
+
+    def contribute_zeros(self) -> None:
+        """This rank has failed: until `discard` it takes part in collectives only for the other ranks, with zeros."""
+        self.gradient.use_zeros()
+        self.transport.deferred.is_ignored = True
+
+    def wait_reduced(self, limit_seconds: float | None = None) -> None:
+        """Waits for the reduction, if there is one; its result is kept until `commit`."""
+        self.reduction.wait(limit_seconds)
+
+    def finish_reduction(self, limit_seconds: float | None = None) -> None:
+        """As `wait_reduced`, for all parts of it."""
+        self.reduction.finish(limit_seconds)
+
+    def wait_results(self, limit_seconds: float | None = None) -> list[tuple[nn.Parameter, Tensor]]:
+        """Waits for the gradients reduced since the last call; returns them by sharded parameter, in local shapes."""
+        with as_local():
+            new: list[tuple[nn.Parameter, Tensor]] = []
+            for reduced in self.reduction.results(limit_seconds):
+                if reduced.device != self.shard.device:
+                    reduced = copy_over(reduced, self.shard.device, self._grad_stream)
+                if self.flatten:
+                    new.append((self.sharded_params[0], reduced))
+                    continue
+                for param, span in zip(self.sharded_params, self.spans, strict=True):
+                    new.append((param, reduced.narrow(0, span.shard_offset, span.numel).view(span.shape)))
+            self._unpublished += new
+            return new
+
+    def zero_accumulated(self, params: Container[int], *, set_to_none: bool) -> None:
+        """Drops gradients of these sharded parameters, by id, that are not reduced yet, or sets them to zeros."""
+        indices = [index for index in range(len(self.names)) if id(self.sharded_param(index)) in params]
+        self.gradient.zero_accumulated(indices, set_to_none=set_to_none)
+
+    def publish_grads(self, params: Container[Tensor] | None = None, frozen: Collection[Tensor] = ()) -> None:
+        """Adds kept results to the `.grad` of these sharded parameters, None is all, that train or are `frozen` now."""
+        with as_local():
+            aside, self._unpublished = self._unpublished, []
+            for param, gradient in aside:
+                if params is not None and param not in params:
+                    self._unpublished.append((param, gradient))
+                elif param.requires_grad or self.flatten or param in frozen:
+                    if param.grad is None:
+                        param.grad = gradient
+                    else:
+                        param.grad.add_(gradient)
+
+    def commit(self, limit_seconds: float | None = None, frozen: Iterable[int] = ()) -> None:
+        """Publishes all reduced gradients, and adds local ones that were not reduced to the accumulated sum.
+
+        `frozen` are the parameters that some rank had an accumulated gradient for when they were frozen.
+        """
+        # Own gradients that were not reduced join those that wait for a later reduction.
+        self.wait_results(limit_seconds)
+        self.publish_grads(frozen={self.sharded_param(index) for index in frozen})
+        if gradient_hooks.local and self.gradient.has_begun:
+            self._report_local_grads()
+        self.gradient.commit_pass()
+        self.reduction.commit()
+
+    def _report_local_grads(self) -> None:
+        """Calls the local gradient hooks with the current pass, without the sum of earlier ones."""
+        indices, flat = self.gradient.pass_gradient()
+        if flat is None or not indices:
+            call_local_grad_hooks([], [])
+        elif self.flatten:
+            call_local_grad_hooks(self.sharded_params, [flat])
+        else:
+            views = [view_of(flat, self.layout.entries[index]) for index in indices]
+            call_local_grad_hooks([self.sharded_params[index] for index in indices], views)
+
+    # After an error, and full tensors for checkpoints and for people.
 
     def discard(self) -> None:
         """After an error: cancels every transfer, and drops results since the last `commit`."""
@@ -314,8 +346,6 @@ class FlatBuffer(FlatReduced):
         self.release()
         self.wait_sent()
 
-    # Full tensors, for checkpoints and for people.
-
     def load(self, index: int, whole: Tensor) -> None:
         """Copies this rank's elements out of a full tensor, after transfers from the shard have ended."""
         self.wait_sent()
@@ -327,109 +357,3 @@ class FlatBuffer(FlatReduced):
         if buffer.numel() and not self.is_meta:
             self._plain_transport.all_gather(self.shard.data, buffer, tag=tag).wait(limit_seconds)
         return [view_of(buffer, entry) for entry in self.layout.entries]
-
-    # Another shard in the place of this one.
-
-    @on_local_tensors
-    def set_storage(
-        self,
-        shard: Tensor,
-        *,
-        layout: FlatLayout | None = None,
-        groups: ShardGroups | None = None,
-        devices: DevicePolicy | None = None,
-    ) -> None:
-        """Replaces the shard: by one of another dtype, on another device, or of other elements.
-
-        The full buffer is freed and gradients are dropped. The sharded parameters stay the same objects where torch can
-        give them other memory; otherwise they are new ones. `shard` is [S] of the new layout and belongs to the buffer
-        from now on; `layout` and `groups` are as before where they are None, `devices` that of the shard.
-        """
-        version, trainable = self.version, [self.sharded_param(i).requires_grad for i in range(len(self.names))]
-        self.discard()
-        self._plan(layout or self.layout, groups or self.groups, (devices or DevicePolicy()).resolved(shard.device))
-        self._set_shard(shard)
-        self._rebind_params(self.sharded_params)
-        self._past_versions += version + 1 - self.version
-        self._init_unsharded(trainable)
-        invalidate_cache()
-
-    def set_groups(self, groups: ShardGroups) -> None:
-        """Takes other parts and nodes of the same ranks, between passes."""
-        nodes, self.groups = self.groups.nodes, groups
-        if groups.nodes != nodes:
-            self._init_transports()
-            self.reduction.transport = self.transport
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickles the shard and its metadata; nothing gathered, in flight or reduced."""
-        layout, groups = self.layout, replace(self.groups, part=None, nodes=None)
-        state = {"layout": layout, "groups": groups, "devices": self.devices, "shard": self.shard}
-        return state | {name: getattr(self, name) for name in _KEPT}
-
-    @on_local_tensors
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name in _KEPT:
-            setattr(self, name, state.get(name))  # An earlier version knew fewer.
-        self._past_versions = 0
-        shard, devices = state["shard"], state["devices"]
-        if shard.device != devices.shard:  # torch.load has mapped it elsewhere.
-            devices = devices if devices.shard != devices.compute else DevicePolicy().resolved(shard.device)
-            devices = replace(devices, shard=shard.device)
-        self._plan(state["layout"], state["groups"], devices)
-        self._set_shard(shard)
-        trainable = [param.requires_grad for param in self.sharded_params]
-        self._rebind_params(self.sharded_params)
-        self._init_unsharded(trainable * len(self.names) if self.flatten else trainable)
-
-    # The parts of these operations.
-
-    def _plan(self, layout: FlatLayout, groups: ShardGroups, devices: DevicePolicy) -> None:
-        super()._plan(layout, groups, devices)
-        self._host_copies = HostToDeviceCopy(copy_stream(self.compute_device, "shards")) if self.moves else None
-
-    @on_local_tensors
-    def _init_unsharded(self, trainable: Sequence[bool]) -> None:
-        """Makes the full buffer with its views, released, and the transfers between it and the shard."""
-        self._init_transports()
-        self.is_aliased = self.group.size == 1 and self.compute_dtype == self.dtype and not self.moves
-        full = self.shard.data if self.is_aliased else self._new_full(self.compute_dtype)
-        self.unsharded_params: list[nn.Parameter] = [
-            UnshardedParameter(view_of(full, entry), requires_grad=False) for entry in self.layout.entries
-        ]
-        # Written to through `.data`, which counts no versions: a gather only brings back values that autograd has
-        # saved.
-        self.full = full.data
-        if self.transport.all_gather_dtype is not None:
-            # These parameters stay without memory: gradients come to them.
-            full.untyped_storage().resize_(0)
-            self.full = full = self._new_full(self.transport.all_gather_dtype)
-        self._is_pooled = full.nbytes >= buffer_pool.SMALLEST_BYTES
-        for index, (param, requires_grad) in enumerate(zip(self.unsharded_params, trainable, strict=True)):
-            param.requires_grad_(requires_grad)
-            if not self.flatten:
-                copy_attributes(self.sharded_params[index], param)
-        self.state = State.GATHERED
-        self.part = None
-        self._gathering = None
-        self._unsharded_version = self.unsharded_params[0]._version
-        self._init_gradients(self.unsharded_params)
-        self.gradient.holds = self.gradient.holds and not self.is_aliased
-        self._gathered_version, self._gathered_after = self.version, self.group.state.optimizer_steps.number
-        self.rename(self.names, self._unit, self._flat_name, self._counted_over)
-        self.release()
-        if register_shard_owner(self):
-            buffer_pool.trim_after(self)
-        register_unsharded(self.unsharded_params, self)
-        watch_optimizers()
-
-    def _init_transports(self) -> None:
-        plain: ShardTransport = PlainTransport(self.groups)
-        policy, copies = self.transport_policy, self._host_copies
-        transport = plain if policy is None else policy.transport(self.groups, self.spans)
-        self.transport = transport if copies is None else HostStagedTransport(transport, copies)
-        self._plain_transport = plain if copies is None else HostStagedTransport(plain, copies)
-        self.has_post_all_gather = self.transport.all_gather_dtype is not None
-
-    def _new_full(self, dtype: torch.dtype) -> Tensor:
-        return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)

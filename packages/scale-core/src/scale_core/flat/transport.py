@@ -1,6 +1,6 @@
 """How the shards of one flat buffer reach the other ranks, and how its gradients come back.
 
-`FlatBuffer` and `Reduction` call two verbs, and no format of messages has a line in them:
+`FlatBuffer` calls two verbs, the second through a `Reduction`, and no format of messages has a line in them:
 
     all_gather   [S] of each rank      ->  [W * S] on every rank
     reduce       [W * S] of each rank  ->  [S], this rank's part of their average
@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from torch import Tensor
 
 from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather, all_reduce, reduce_scatter
 from scale_core.comm.group import Group
+from scale_core.device import buffer_pool
+from scale_core.device.streams import Stream, StreamEvent, copy_to, stream_for
+from scale_core.flat.config import ShardGroups
 from scale_core.flat.layout import ShardSpan
-from scale_core.flat.shard_storage import ShardGroups
 from scale_core.optim.error_feedback import ErrorFeedback
 
 T = TypeVar("T")
@@ -204,3 +207,100 @@ def part_of(full: Tensor, group: Group) -> Tensor:
     """The part of this rank of `group` in a full buffer that is cut evenly."""
     size = full.numel() // group.size
     return full.narrow(0, group.rank * size, size)
+
+
+class Reduction:
+    """Averages flat gradients of W * S elements over the ranks; keeps this rank's S elements of the results.
+
+    One reduction is under way at a time. Its second half, if the transport has one, runs on until the next one is
+    waited for: during the backward of the next unit.
+
+    Args:
+        transport: The collectives.
+        dtype: Of the results.
+        device: Where results are kept.
+        stream: Brings them there.
+    """
+
+    def __init__(self, transport: ShardTransport, dtype: torch.dtype, device: torch.device, stream: Stream) -> None:
+        self.transport = transport
+        self._dtype, self._device, self._stream = dtype, device, stream
+        self.keeps_memory = True  # That of a large flat gradient is kept for the next one of its size.
+        self._first_half: ReduceWork | None = None
+        self._second_half: CollectiveWork | None = None
+        self._reduced: list[tuple[Tensor, StreamEvent | None]] = []  # [S] each; the copy that brings it to its device
+
+    def start(self, gradient: Tensor, tag: int = UNTAGGED, divisor: float | None = None) -> None:
+        """Starts to average a flat gradient [W * S] in its own dtype; the reduction owns it from now on."""
+        assert self._first_half is None, "a reduction is under way already"
+        self._first_half = self.transport.reduce(gradient, self._dtype, tag=tag, divisor=divisor)
+
+    def wait(self, limit_seconds: float | None = None) -> None:
+        """Waits for the first half of a reduction, if one was started, and frees its flat gradient."""
+        if self._first_half is None:
+            return
+        (work, flat, second_half), self._first_half = self._first_half, None
+        reduced = work.wait(limit_seconds)
+        if self.keeps_memory and flat.nbytes >= buffer_pool.SMALLEST_BYTES:
+            buffer_pool.free_unshared(flat)
+        if second_half is None:
+            self._keep(reduced)
+        else:
+            self._wait_second_half(limit_seconds)
+            self._second_half = second_half(reduced)
+        self._check_error()
+
+    def finish(self, limit_seconds: float | None = None) -> None:
+        """Waits for both halves."""
+        self.wait(limit_seconds)
+        self._wait_second_half(limit_seconds)
+        self._check_error()
+
+    def results(self, limit_seconds: float | None = None) -> list[Tensor]:
+        """Returns the gradients reduced since the last call, each [S], in the order of `start`."""
+        self.finish(limit_seconds)
+        reduced, self._reduced = self._reduced, []
+        for _, copied in reduced:
+            if copied is not None:
+                copied.synchronize()
+        return [gradient for gradient, _ in reduced]
+
+    def cancel(self) -> None:
+        """After an error: cancels every transfer and drops every result."""
+        if self._first_half is not None:
+            self._first_half.work.cancel()
+        if self._second_half is not None:
+            self._second_half.cancel()
+        self._first_half = self._second_half = None
+        self._reduced = []
+        self.transport.deferred.reset()
+        for feedback in self.transport.feedback:
+            feedback.rollback()
+
+    def commit(self) -> None:
+        """The pass has succeeded: the errors of its messages wait for the next one."""
+        for feedback in self.transport.feedback:
+            feedback.commit()
+
+    def _check_error(self) -> None:
+        if self.transport.deferred.error is not None:
+            self.transport.deferred.check()
+
+    def _wait_second_half(self, limit_seconds: float | None) -> None:
+        if self._second_half is not None:
+            work, self._second_half = self._second_half, None
+            self._keep(work.wait(limit_seconds))
+
+    def _keep(self, reduced: Tensor) -> None:
+        """Keeps a result, on the device of the results."""
+        if reduced.device == self._device:
+            self._reduced.append((reduced, None))
+        else:
+            copy = copy_to(reduced, self._device, self._stream)
+            self._reduced.append((copy, self._stream.record()))
+
+
+@functools.cache
+def copy_stream(device: torch.device, what: str) -> Stream:
+    """The stream for one kind of copies; those to a device and back run side by side."""
+    return stream_for(device)

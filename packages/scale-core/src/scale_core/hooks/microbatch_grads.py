@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.comm.group import Group
-from scale_core.hooks.registry import gradient_hooks
+from scale_core.hooks.gradients import gradient_hooks
 from scale_core.live_objects import live_objects, register_live
 from scale_core.records import Record
 

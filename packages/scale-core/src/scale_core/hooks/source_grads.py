@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.comm.group import Group
-from scale_core.hooks.registry import gradient_hooks
+from scale_core.hooks.gradients import gradient_hooks
 from scale_core.records import ParamRecord
 from scale_core.shard import shard_of
 

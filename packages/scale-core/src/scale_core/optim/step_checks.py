@@ -2,31 +2,25 @@
 
 An optimizer sees tensors and knows nothing of shards. It would step silently on parameters that are no longer the
 model's, on pieces of parameters that it has to see unsharded, on parameters whose gradients come to another optimizer,
-and before gradients have been reduced. Each optimizer is checked at its first step and after a change; torch's
-process-wide hook is used because an optimizer that was built before the model was sharded can be found in no other way.
+and before gradients have been reduced. `step_hooks` has each optimizer checked at its first step and after a change.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scale_core.comm.group import Group
-from scale_core.compat import graph_task_id
-from scale_core.consistency.optimizer_steps import OptimizerSteps, with_inner
+from scale_core.consistency.execution_order import OptimizerSteps, with_inner
 from scale_core.live_objects import live_objects, register_live
-from scale_core.optim.local_step import step_on_local_tensors
 from scale_core.optim.traits import is_known_elementwise, known_bases
 from scale_core.optim.trial_step import check_first_step
 from scale_core.records import ParamRecord, Record
-from scale_core.shard import RECORD, is_divided, on_local_tensors, shard_of, stages_of
+from scale_core.shard import is_divided, shard_of, stages_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 
 
@@ -51,11 +45,12 @@ class ShardOwner(Protocol):
         """Clears the accumulated gradients of the parameters with these ids."""
 
 
-class _CheckResult(NamedTuple):
+class CheckResult(NamedTuple):
     """The findings of the checks about an optimizer: whose parameters it steps on."""
 
     owners: list[weakref.ref[Any]]  # of shards
     models: list[weakref.ref[Any]]  # pipelines and step recorders; each has `recorded_steps`
+    is_sharded: bool  # The steps are counted.
 
 
 class StepRecorder(Protocol):
@@ -75,7 +70,7 @@ def register_step_recorder(recorder: StepRecorder) -> None:
         invalidate_cache()
 
 
-class _OptimizerRecord(Record):
+class OptimizerRecord(Record):
     """Facts about an optimizer.
 
     Attributes:
@@ -92,7 +87,7 @@ class _OptimizerRecord(Record):
     def __init__(self) -> None:
         self.has_full_params = False
         self.checked_at = -1
-        self.checks: dict[tuple[tuple[int, ...], ...], _CheckResult] = {}
+        self.checks: dict[tuple[tuple[int, ...], ...], CheckResult] = {}
 
 
 def register_replaced(param: Tensor, owner: Any, index: int) -> None:
@@ -120,7 +115,7 @@ def sharded_param_of(param: Tensor) -> Tensor:
 
 def invalidate_cache() -> None:
     """Makes every optimizer be checked again at its next step: its parameters have changed."""
-    _OptimizerRecord.num_changes += 1
+    OptimizerRecord.num_changes += 1
 
 
 def register_shard_owner(owner: ShardOwner) -> bool:
@@ -145,7 +140,7 @@ def owners_with_error_feedback(params: Iterable[Tensor]) -> list[Any]:
 
 def allow_full_state(optimizer: torch.optim.Optimizer) -> None:
     """Records that one rank steps on all elements of this optimizer's sharded parameters."""
-    _OptimizerRecord.get_or_create(optimizer).has_full_params = True
+    OptimizerRecord.get_or_create(optimizer).has_full_params = True
 
 
 def constructor_example(optimizer: torch.optim.Optimizer) -> str:
@@ -155,96 +150,30 @@ def constructor_example(optimizer: torch.optim.Optimizer) -> str:
     return line if isinstance(line, str) else f"{type(optimizer).__name__}(model.parameters(), ...)"
 
 
-@functools.cache
-def watch_optimizers() -> None:
-    """Starts to check the optimizers of this process, and extends their `zero_grad`; once is enough."""
-    register_optimizer_step_pre_hook(_before_step)
-    torch.optim.Optimizer.zero_grad = _clearing(torch.optim.Optimizer.zero_grad)  # type: ignore[method-assign]
-
-
-def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+def params_of(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """Returns the parameters of all groups."""
     return (param for group in optimizer.param_groups for param in group["params"])
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    owners = _checked(optimizer).owners
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure) or not owners:
-        _prepare_shards(optimizer, owners)
-        return None
-
-    @functools.wraps(closure)
-    def closure_and_check(*args: Any) -> Any:  # The last backward pass of an accumulation is in it.
-        loss = closure(*args)
-        _prepare_shards(optimizer, owners)
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure_and_check}
-    return (args[0], closure_and_check, *args[2:]), kwargs
-
-
-@on_local_tensors
-def _checked(optimizer: torch.optim.Optimizer) -> _CheckResult:
-    """Returns whose parameters an optimizer steps on, which is checked first, unless it has been."""
-    result = _cached_check(optimizer)
-    if result is None:
-        result, record = _check(optimizer), _OptimizerRecord.get_or_create(optimizer)
-        if record.checked_at != record.num_changes:
-            record.checked_at, record.checks = record.num_changes, {}
-        record.checks[_groups_key(optimizer)] = result
-    return result
-
-
-def _groups_key(optimizer: torch.optim.Optimizer) -> tuple[tuple[int, ...], ...]:
-    return tuple([tuple(map(id, group["params"])) for group in optimizer.param_groups])
-
-
-def _cached_check(optimizer: torch.optim.Optimizer) -> _CheckResult | None:
-    """Returns the result of the last check, or None if parameters have changed since."""
-    # Without a call of `records`: it is asked several times in each step.
-    record: _OptimizerRecord | None = vars(optimizer).get(_OptimizerRecord.attribute)
-    if type(record) is not _OptimizerRecord or record.checked_at != record.num_changes:
-        return None
-    return record.checks.get(_groups_key(optimizer))
-
-
-def _prepare_shards(optimizer: torch.optim.Optimizer, owners: list[weakref.ref[Any]]) -> None:
-    """Refuses a step on gradients that are not reduced, and waits until shards may be written to."""
-    for owner_ref in owners:
-        owner = owner_ref()
-        if owner is not None and owner.has_gradient:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step(): gradients of '{owner.names[0]}' and others, accumulated under "
-                "no_sync(), have not been reduced: run the last backward() before the step outside of no_sync(), "
-                "or drop them by model.zero_grad()"
-            )
-        if owner is not None and getattr(owner, "moves", False):
-            owner.wait_sent()  # A forward without a backward may have left copies that still read the shard.
-
-
-def _check(optimizer: torch.optim.Optimizer) -> _CheckResult:
+def check_optimizer(optimizer: torch.optim.Optimizer) -> CheckResult:
     """Refuses an optimizer that can't train its parameters; returns whose parameters they are."""
     _refuse_replaced(optimizer)
     _refuse_without_gradients(optimizer)
     _refuse_divided(optimizer)
-    step_on_local_tensors(optimizer)
-    hooks = optimizer._optimizer_step_post_hooks.values()
-    params = list(_params(optimizer))
+    params = list(params_of(optimizer))
     pipelines = stages_of(params) if params else []
-    if _after_step not in hooks and (pipelines or any(shard_of(param) is not None for param in params)):
-        optimizer.register_step_post_hook(_after_step)
+    is_sharded = bool(pipelines) or any(shard_of(param) is not None for param in params)
     param_ids = {id(param) for param in params}
     owners = [owner for owner in shard_owners() if any(id(param) in param_ids for param in owner.sharded_params)]
     recorders = [
         recorder for recorder in live_objects(StepRecorder) if not param_ids.isdisjoint(map(id, recorder.params()))
     ]
     models = [weakref.ref(model) for model in (*pipelines, *recorders)]
-    return _CheckResult([weakref.ref(owner) for owner in owners], models)
+    return CheckResult([weakref.ref(owner) for owner in owners], models, is_sharded)
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
-    for param in _params(optimizer):
+    for param in params_of(optimizer):
         record = ParamRecord.get(param)
         if record is None:
             continue
@@ -261,15 +190,15 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
             name = f"'{owner.names[index]}'" if owner is not None else "parameter"
             raise RuntimeError(
                 f"{type(optimizer).__name__} was built while the model's parameters were unsharded, by unshard() or "
-                f"summon_full_params(): its {name} is a copy, and to step on it would train nothing. "
+                f"summon_fullparams_of(): its {name} is a copy, and to step on it would train nothing. "
                 f"Build the optimizer from the shards: {constructor_example(optimizer)} after "
-                "reshard(), or outside of summon_full_params()"
+                "reshard(), or outside of summon_fullparams_of()"
             )
 
 
 def _refuse_without_gradients(optimizer: torch.optim.Optimizer) -> None:
     around = {id(inner) for inner in with_inner(optimizer)}
-    for param in _params(optimizer):
+    for param in params_of(optimizer):
         reduced = reduced_gradient_of(param)
         owner = None if reduced is None else reduced.optimizer
         if reduced is not None and owner is not None and id(owner) not in around:
@@ -284,8 +213,8 @@ def _refuse_without_gradients(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_divided(optimizer: torch.optim.Optimizer) -> None:
     """Refuses an optimizer whose step needs elements that other ranks have, before its first step."""
     kind, bases = type(optimizer).__name__, known_bases(type(optimizer))
-    shards = [shard for param in _params(optimizer) if (shard := shard_of(param)) is not None and is_divided(param)]
-    if not shards or _OptimizerRecord.get_or_create(optimizer).has_full_params or is_known_elementwise(type(optimizer)):
+    shards = [shard for param in params_of(optimizer) if (shard := shard_of(param)) is not None and is_divided(param)]
+    if not shards or OptimizerRecord.get_or_create(optimizer).has_full_params or is_known_elementwise(type(optimizer)):
         return
     if any(base.sparse for base in bases):
         raise RuntimeError(
@@ -302,39 +231,3 @@ def _refuse_divided(optimizer: torch.optim.Optimizer) -> None:
 def runs_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of ours, whose step knows about shards by itself."""
     return type(optimizer).__module__.partition(".")[0].startswith(("scale_", "fairscale"))
-
-
-@on_local_tensors
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Counts the step, and a version for fused optimizers, which change parameters without one."""
-    result = _checked(optimizer)
-    if graph_task_id() == -1:
-        owners, others = ([live for ref in refs if (live := ref()) is not None] for refs in result)
-        for count in {owner.group.state.optimizer_steps for owner in owners}:
-            count.number += 1
-        models = {
-            getattr(optimizer_or_model, "recorded_steps", None) for optimizer_or_model in (*owners, *others)
-        }  # One record for each.
-        for steps in filter(None, models):
-            steps.add(optimizer)
-    for group in optimizer.param_groups:
-        if group.get("fused"):
-            increment_version([param for param in group["params"] if RECORD in vars(param)])
-
-
-def _clearing(own: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `Optimizer.zero_grad`, to clear gradients that were accumulated under `no_sync()`, too."""
-    # On the class, and not on each optimizer: wrappers, as Lightning's, call the method of a class.
-
-    @functools.wraps(own)
-    @on_local_tensors
-    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        own(self, set_to_none)
-        check = _cached_check(self)
-        owners = shard_owners() if check is None else [owner for ref in check.owners if (owner := ref()) is not None]
-        accumulated = [owner for owner in owners if owner.has_gradient]
-        param_ids = {id(param) for param in _params(self)} if accumulated else set()
-        for owner in accumulated:
-            owner.zero_accumulated(param_ids, set_to_none=set_to_none)
-
-    return zero_grad

@@ -172,12 +172,6 @@ def can_be_awaited(param: Tensor) -> bool:
     return isinstance(param, _ReducedGrad)
 
 
-def switch_awaited(params: Iterable[Tensor]) -> None:
-    """Switches parameters between their class and the class that waits for an all-gather."""
-    for param in params:
-        param.__class__ = cast(Any, param).counterpart
-
-
 def _without_wrapper(param: Tensor, *, copies: bool) -> nn.Parameter:
     """A parameter with the same values, or a copy of them, and attributes, that no wrapper knows."""
     wait_for(param)

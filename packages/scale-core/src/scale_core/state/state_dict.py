@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_core.arguments import checked_arguments
-from scale_core.flat.buffer import wait_sent
+from scale_core.flat.live_buffers import wait_sent
 from scale_core.shard import on_local_tensors, shard_of
 from scale_core.sharded_tensor.chunks import Chunk, chunks_of
 from scale_core.state.local_shard import LocalShard

@@ -26,7 +26,7 @@ from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.flat.packing import group_in_buckets
-from scale_core.optim.local_step import mark_state
+from scale_core.optim.step_hooks import mark_state
 from scale_core.optim.traits import is_known_elementwise, is_per_param_number
 from scale_core.shard import Placement, Shard, elements_of, names_of_stages, on_local_tensors, shard_of, stages_of
 from scale_core.sharded_tensor.full_tensor import Part, gather_full_param, gather_parts

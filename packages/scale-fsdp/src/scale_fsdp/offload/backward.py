@@ -17,12 +17,8 @@ from torch.autograd.graph import increment_version
 from torch.utils.hooks import RemovableHandle
 
 from scale_core.device.streams import on_host, worker_for
-from scale_core.hooks.autograd import (
-    after_gradient,
-    register_grad_published_hook,
-    register_post_backward,
-    register_reduced_grad_hook,
-)
+from scale_core.hooks.autograd import after_gradient, register_post_backward
+from scale_core.hooks.gradients import register_grad_published_hook, register_reduced_grad_hook
 from scale_core.shard import on_local_tensors, title_of, unit_shard_of
 from scale_core.tree import tensors_in
 from scale_fsdp.offload.host_kernel import CHUNK_ELEMENTS

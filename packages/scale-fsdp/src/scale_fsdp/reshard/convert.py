@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.consistency.execution_order import unit_title
-from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DevicePolicy
 from scale_core.shard import on_local_tensors
 from scale_fsdp.runtime.checks import (
     check_not_in_use,

@@ -24,9 +24,9 @@ from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag, unit_title
-from scale_core.flat.buffer import DevicePolicy, FlatBuffer
+from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import DevicePolicy, flat_alignment
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.shard_storage import flat_alignment
 from scale_core.shard import on_local_tensors
 from scale_fsdp.ema import ShardedEMA
 from scale_fsdp.mesh_info import MeshInfo, resolve_mesh_info

@@ -6,6 +6,7 @@ construction, before a conversion, or when the user has changed something. On a 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -89,7 +90,7 @@ def hook_on_shard(buffer: FlatBuffer, index: int) -> RuntimeError:
     """A hook of `register_hook` on a shard would never be called: autograd computes gradients of full parameters."""
     return RuntimeError(
         f"a hook is registered on the local shard of '{buffer.names[index]}', and would never be called: see gradients "
-        "before they are reduced by scale_core.hooks.autograd.register_local_grad_hook(...), and after it by "
+        "before they are reduced by scale_core.hooks.gradients.register_local_grad_hook(...), and after it by "
         "param.register_post_accumulate_grad_hook(...) or in param.grad"
     )
 
@@ -329,3 +330,23 @@ def describe_units(units: Sequence[Unit], group: Group) -> list[str]:
             f"shares with {[owner.name for owner in unit.shared_owners]}"
         )
     return lines
+
+
+def log_plan(logger: logging.Logger, units: Sequence[Unit]) -> None:
+    """Logs the number of units and the memory that they take."""
+    outermost, buffers = units[0], [buffer for unit in units for buffer in unit.buffers]
+    gathered = [sum(b.layout.full_numel * b.full.dtype.itemsize for b in unit.buffers) for unit in units]
+    largest = gathered.index(max(gathered))
+    mesh = outermost.options.mesh_info
+    logger.info(
+        "fully_shard of %s: %d units over %d ranks%s, %d parameters, %d bytes of shards on this rank; the largest "
+        "is %s with %d bytes while it is gathered",
+        type(outermost.module).__name__,
+        len(units),
+        mesh.shard.size,
+        f" in {mesh.replicas.size} copies" if mesh.replicas.size > 1 else "",
+        sum(len(buffer.names) for buffer in buffers),
+        sum(buffer.shard.nbytes for buffer in buffers),
+        unit_title(units[largest].name),
+        gathered[largest],
+    )

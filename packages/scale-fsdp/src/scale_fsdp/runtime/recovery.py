@@ -16,8 +16,9 @@ from scale_core.consistency.all_ranks import all_gather_failures, format_abort, 
 from scale_core.consistency.backward_pass import PassStatus, end_pass
 from scale_core.consistency.execution_order import END, Event, Pass
 from scale_core.errors import ScaleDistributedError, StepError
-from scale_core.hooks.autograd import has_reduced_grad_hooks, is_consumed_in_backward
-from scale_fsdp.runtime.unit import GATHERING_PHASES, UnitContext
+from scale_core.flat.buffer import State
+from scale_core.hooks.gradients import has_reduced_grad_hooks, is_consumed_in_backward
+from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, UnitContext
 
 SKIPPED_BACKWARD = (
     "this rank has begun another forward pass in place of the backward pass: its loss raised an error, or the rank has "
@@ -52,12 +53,43 @@ def abort_on_all_ranks(root: UnitContext, error: BaseException) -> bool:
         return True
     for unit in root.units:
         unit.wait_reduced()
-        unit.release_complete_gathers()
+        if not any(buffer.gather_has_second_half for buffer in unit.buffers):  # That is yet to come.
+            unit.release(keep_part=True)
     error.add_note(abort_message(root, _replay_all(root, remaining, error)))
     return True
 
 
-def take_part_in_backward(root: UnitContext, coming: list[Pass]) -> bool:
+def end_skipped_backward(root: UnitContext) -> None:
+    """A forward follows a forward: where other ranks have begun the backward of the first one, aborts that step.
+
+    Where none has, as of a program that uses two forwards in one backward, all is as it was.
+    """
+    contract = root.contract
+    if contract.is_broken:
+        return
+    if contract.history.predicts_nothing:
+        if any(contract.directions(is_backward=False)):
+            _forget_pass(root)
+        return
+    first, coming = contract.history.cycle[0].kind, contract.history.coming()
+    if not coming or any(unit.kept_unsharded or unit.backward_unobserved for unit in root.units):
+        return  # They have to stay gathered.
+    pending = [unit.pending_backwards for unit in root.units]
+    is_aborted = _take_part_in_backward(root, coming)
+    _forget_pass(root)
+    if not is_aborted:
+        contract.history.mark_unpredictable(first)
+        for unit, count in zip(root.units, pending, strict=True):
+            unit.pending_backwards = count
+
+
+def _forget_pass(root: UnitContext) -> None:
+    root.contract.forget_passes()
+    for unit in root.units:
+        unit.discard()
+
+
+def _take_part_in_backward(root: UnitContext, coming: list[Pass]) -> bool:
     """A forward begins where the last step had a backward: takes part in that, for ranks that have begun it.
 
     The loss of this rank may have raised an error, which torch passes to the user and to nobody else.
@@ -110,10 +142,10 @@ def _start_last_event(root: UnitContext) -> None:
     """Runs all that the others wait for before they compare the next event."""
     event = root.contract.history.last_event
     if event is not None and event.phase == "reduction":
-        root.by_name[event.unit].start_remaining("reduction")
+        _start_remaining(root.by_name[event.unit], "reduction")
         root.by_name[event.unit].finish_reductions()
     for unit in root.starting_gathers:
-        unit.start_remaining("gather")
+        _start_remaining(unit, "gather")
     if event is not None:
         _finish_event(root, event, keep_part=False)
 
@@ -123,7 +155,7 @@ def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
     between = left.kind.phase.startswith("forward") and left.kind.grad
     for event, is_transfer in left.log:
         if is_transfer:
-            root.by_name[event.unit.rpartition("#")[0]].replay(event, keep_part=between)
+            _replay_transfer(root.by_name[event.unit.rpartition("#")[0]], event, keep_part=between)
             continue
         if last is not None:  # Its transfers have started.
             _finish_event(root, last, keep_part=between)
@@ -134,6 +166,34 @@ def _replay(root: UnitContext, left: Pass, last: Event | None) -> None:
         _finish_event(root, last, keep_part=between)
 
 
+def _replay_transfer(unit: Unit, transfer: Event, *, keep_part: bool) -> None:
+    """Takes part in one buffer's recorded collective for the other ranks; `keep_part` as in `Unit.release`."""
+    number = int(transfer.unit.rpartition("#")[2])
+    buffer, limit = unit.buffers[number], unit.contract.limit_seconds
+    with unit.contract.waiting(Event(transfer.phase, unit.name)):
+        if transfer.phase == "gather":
+            if buffer.state is State.SHARDED:
+                unit.start("gather", number)
+            if not buffer.gather_has_second_half:
+                buffer.release(limit, keep_part=keep_part)
+        elif transfer.phase == "replication":
+            unit.log_replication(number)
+            buffer.finish_reduction(limit)
+        else:
+            unit.start("reduction", number)
+            buffer.wait_reduced(limit)
+
+
+def _start_remaining(unit: Unit, phase: str) -> None:
+    """Starts those collectives of the last event, a "gather" or a "reduction", that this rank has not started."""
+    started = unit.contract.history.transfers
+    for number, buffer in enumerate(unit.buffers):
+        if unit.transfer(phase, number) not in started and (
+            buffer.state is State.SHARDED if phase == "gather" else buffer.trains
+        ):
+            unit.start(phase, number)
+
+
 def _finish_event(root: UnitContext, event: Event, *, keep_part: bool) -> None:
     """Joins the collectives that begin when the transfers of this event are waited for, if the others wait for them."""
     if event.phase == "reduction" and root.contract.checks_every_event:
@@ -141,7 +201,8 @@ def _finish_event(root: UnitContext, event: Event, *, keep_part: bool) -> None:
     if event.phase in GATHERING_PHASES and event.unit in root.by_name:
         unit = root.by_name[event.unit]
         for owner in (*unit.shared_owners, unit):
-            owner.finish_gathers(keep_part=keep_part)
+            if any(buffer.gather_has_second_half for buffer in owner.buffers):
+                owner.release(keep_part=keep_part)
 
 
 def abort_message(root: UnitContext, reasons: Sequence[str]) -> str:

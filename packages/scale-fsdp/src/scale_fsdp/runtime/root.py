@@ -2,32 +2,35 @@
 
 A pass through the model begins with one unit, the outermost one that is called. From then on every unit records what
 it does, in order; that order is compared between ranks and, from the second pass on, tells which unit to prefetch.
-`reductions.py` has the reductions of a backward pass, `recovery.py` a pass that fails.
+
+A reduction runs during the backward of the next unit. At the end of the pass the ranks compare how it has gone
+(`BackwardPass` of scale_core), and only then are gradients published in `param.grad`. `recovery.py` has a pass that
+fails, `reduced_grad_hooks.py` hooks that want gradients before the end of the pass.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from scale_core import uneven_inputs
-from scale_core.consistency.backward_pass import PassStatus
-from scale_core.consistency.divergence import check_interval, compare_replicas, named_buffers
-from scale_core.consistency.equal_values import FIRST_PASSES, EqualValues
+from scale_core.consistency.backward_pass import BackwardPass, CommittedPass, ParamKey, PassStatus
 from scale_core.consistency.execution_order import Event, PassKind, unit_title
+from scale_core.device.streams import on_host
 from scale_core.errors import StepError
-from scale_core.hooks.autograd import (
-    in_autograds_thread,
-    in_backward,
-)
+from scale_core.hooks.autograd import in_autograds_thread, in_backward
+from scale_core.hooks.gradients import call_post_accumulate_grad_hooks, gradient_hooks
+from scale_core.shard import as_local
 from scale_fsdp.runtime.checks import (
     captured_in_graph,
     check_units,
     describe_units,
+    log_plan,
     param_replaced,
     prefetch_of_another_model,
 )
@@ -38,10 +41,11 @@ from scale_fsdp.runtime.recovery import (
     abort_message,
     abort_on_all_ranks,
     can_abort,
+    end_skipped_backward,
     precedes_update,
-    take_part_in_backward,
 )
-from scale_fsdp.runtime.reductions import Reductions
+from scale_fsdp.runtime.reduced_grad_hooks import ReducedGradHooks, call_hooks_at_end
+from scale_fsdp.runtime.replica_checks import ReplicaChecks
 from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, UnitContext
 
 _logger = logging.getLogger(__name__)
@@ -59,16 +63,19 @@ class Root(UnitContext):
     def __init__(self, units: Sequence[Unit]) -> None:
         super().__init__(units, functools.partial(abort_message, self))
         self.next_prefetch: list[Unit] = []  # the unit that the last pass of this kind gathered next, if that is known
-        self.reductions = Reductions(self, self.record, functools.partial(abort_message, self))
+        self.backward_pass = BackwardPass(self.contract, self.buffers, functools.partial(abort_message, self))
+        self.reducing: Unit | None = None  # its reduction is under way
+        self.reduced_grad_hooks: ReducedGradHooks | None = None  # that want gradients before the end of this pass
+        # On a device a wait stops the stream that computes, so a reduction may run until the next one begins, one unit
+        # later: two flat gradients are in memory then, but where checkpoints make memory scarce `on_recomputed` waits
+        # first. On the host the same would take the memory, and gain little: the transport uses the same processor.
+        self.waits_at_first_gradient = all(on_host(buffer.full) for buffer in self.buffers)
         self.escaped_tensors: EscapedTensorSearch | None = None  # in the forward pass that runs now
         self.searched_kinds: set[PassKind] = set()  # of forward passes, for such tensors
         dtypes = {(unit.precision.param_dtype, unit.precision.output_dtype) for unit in self.units}
         self._computes_in_one_dtype = len(dtypes) == 1 and dtypes.pop()[1] is None
         group = self.contract.group
-        self._has_replicas = any(unit.options.mesh_info.replicas.size > 1 for unit in self.units)
-        self._check_every = check_interval(self.outermost.options.check_replicas_every)
-        self._num_training_passes = 0
-        self._equal_buffers = EqualValues()
+        self._replica_checks, self._num_training_passes = ReplicaChecks.of(self.units, self.contract), 0
         self.nonfinite = NonFiniteSearch(group.rank) if self.outermost.options.error_if_nonfinite else None
         check_units(self.units, group)
         self.contract.check_equal("how the model is built and wrapped", describe_units(self.units, group))
@@ -78,25 +85,7 @@ class Root(UnitContext):
                 buffer.recorded_steps = self.contract.recorded_steps
         self.contract.named_params = functools.partial(_named_shards, self.units)
         if group.rank == 0 and _logger.isEnabledFor(logging.INFO):
-            self._log_plan()
-
-    def _log_plan(self) -> None:
-        """Logs the number of units and the memory that they take."""
-        gathered = [sum(b.layout.full_numel * b.full.dtype.itemsize for b in unit.buffers) for unit in self.units]
-        largest = gathered.index(max(gathered))
-        mesh = self.outermost.options.mesh_info
-        _logger.info(
-            "fully_shard of %s: %d units over %d ranks%s, %d parameters, %d bytes of shards on this rank; the largest "
-            "is %s with %d bytes while it is gathered",
-            type(self.outermost.module).__name__,
-            len(self.units),
-            mesh.shard.size,
-            f" in {mesh.replicas.size} copies" if mesh.replicas.size > 1 else "",
-            sum(len(buffer.names) for buffer in self.buffers),
-            sum(buffer.shard.nbytes for buffer in self.buffers),
-            unit_title(self.units[largest].name),
-            gathered[largest],
-        )
+            log_plan(_logger, self.units)
 
     # Order and memory.
 
@@ -105,11 +94,11 @@ class Root(UnitContext):
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise captured_in_graph(unit)
         if self.contract.history.cycle and not self.contract.is_single_rank:
-            self._end_skipped_backward()
-        if self._check_every and torch.is_grad_enabled():
-            number, self._num_training_passes = self._num_training_passes, self._num_training_passes + 1
-            if number < FIRST_PASSES or number % self._check_every == 0:
-                self._compare_replicas(number)
+            end_skipped_backward(self)
+        if self._replica_checks is not None and torch.is_grad_enabled():
+            if self._num_training_passes == self._replica_checks.next_pass:
+                self._replica_checks.compare(self._num_training_passes)
+            self._num_training_passes += 1
         self.entry_unit = unit
         idle = self._idle_units()
         # Another method runs other units as a rule, or the same in another order: its passes are of another kind.
@@ -122,48 +111,13 @@ class Root(UnitContext):
             if member in idle or member.is_stale:
                 member.release()
 
-    def _compare_replicas(self, number: int) -> None:
-        """Compares buffers and, at the interval, copies of shards, before training pass `number`."""
-        if self.contract.is_broken:
-            return
-        module, step = self.outermost.module, self.contract.step + 1
-        if self._has_replicas and number % self._check_every == 0:
-            compare_replicas(list(module.named_parameters()), self.contract, step)
-        self._equal_buffers.compare(named_buffers(module), self.contract, step)
-
-    def _end_skipped_backward(self) -> None:
-        """A forward follows a forward: where other ranks have begun the backward of the first one, aborts that step.
-
-        Where none has, as of a program that uses two forwards in one backward, all is as it was.
-        """
-        contract = self.contract
-        if contract.is_broken:
-            return
-        if contract.history.predicts_nothing:
-            if any(contract.directions(is_backward=False)):
-                self._forget_pass()
-            return
-        first, coming = contract.history.cycle[0].kind, contract.history.coming()
-        if not coming or any(unit.kept_unsharded or unit.backward_unobserved for unit in self.units):
-            return  # They have to stay gathered.
-        pending = [unit.pending_backwards for unit in self.units]
-        is_aborted = take_part_in_backward(self, coming)
-        self._forget_pass()
-        if not is_aborted:
-            contract.history.mark_unpredictable(first)
-            for unit, count in zip(self.units, pending, strict=True):
-                unit.pending_backwards = count
-
-    def _forget_pass(self) -> None:
-        self.contract.forget_passes()
-        for unit in self.units:
-            unit.discard()
-
     def record(self, phase: str, unit: Unit) -> None:
         """A unit is about to start a collective; looks up the unit that the last pass gathered next."""
         event = Event(phase, unit.name)
         try:
-            self.contract.record(event, compares_all=self.reductions.calls_hooks and precedes_update(self, event))
+            self.contract.record(
+                event, compares_all=self.reduced_grad_hooks is not None and precedes_update(self, event)
+            )
         except StepError as error:
             self.failure = error  # In a backward pass, autograd reports it to nobody.
             raise
@@ -278,6 +232,8 @@ class Root(UnitContext):
                 raise error
         kind = "backward with reduction" if self.reduces_any else "backward"
         self.contract.begin(PassKind(kind, grad=True, training=True), new_step=False)
+        if gradient_hooks.reduced or gradient_hooks.published:
+            self.reduced_grad_hooks = ReducedGradHooks.of(self, self.backward_pass)
 
     def reshard_and_reduce(self, unit: Unit) -> None:
         """After a backward: releases a unit, shows its shards, and starts to reduce its gradients."""
@@ -287,7 +243,37 @@ class Root(UnitContext):
         self._release(unit, self.keeps_after_backward)
         if not unit.kept_unsharded:
             unit.to_sharded()
-        self.reductions.start(unit, unit.trained_buffers())
+        self._start_reduction(unit)
+
+    def _start_reduction(self, unit: Unit) -> None:
+        """Starts to reduce a unit's gradients, after the unit before it; without reduction, keeps them packed."""
+        if not self.reduces(unit):
+            for buffer in unit.buffers:
+                buffer.gradient.pack(wide=True)
+            return
+        trained = unit.trained_buffers()
+        if not trained:
+            return
+        self.record("reduction", unit)
+        self.wait_reduction()
+        self.reducing = unit
+        for number in trained:
+            self.backward_pass.mark_reduced(self.buffer_numbers[unit][number])
+        unit.reduce(trained)
+        if self.contract.checks_every_event:  # A rank that fails can end the transfers of the last event, no more.
+            unit.finish_reductions()
+
+    def wait_reduction(self) -> None:
+        """Takes the results of the reduction under way, so that its flat gradient is free before the next is filled.
+
+        It has run while the next unit was recomputed, if that is checkpointed. If not, it has run on a device during
+        the backward of the next unit, and on the host until the first gradient of that unit.
+        """
+        if self.reducing is not None:
+            unit, self.reducing = self.reducing, None
+            unit.wait_reduced()
+            if self.reduced_grad_hooks is not None:
+                self.reduced_grad_hooks.add(unit)
 
     def on_recomputed(self) -> None:
         """A checkpointed unit is about to compute its gradients; the reduction before them has run at the same time.
@@ -295,7 +281,7 @@ class Root(UnitContext):
         Only now is the unit before it gathered, so that its parameters are never in memory with the flat gradient of
         the unit behind it: at this size one of them is a tenth of the device.
         """
-        self.reductions.wait()
+        self.wait_reduction()
         for unit in self.next_prefetch:
             unit.gather()
 
@@ -305,18 +291,58 @@ class Root(UnitContext):
             fault = self._check_finite()
             self.contract.end_unchecked()
             if fault is None:
-                self.reductions.publish()
+                self.publish()
             else:
                 for buffer in self.buffers:
                     buffer.gradient.rollback_pass()
             return
-        self.reductions.finish(self._nonfinite_fault)
+        for unit in self.units:
+            if unit.is_shared and not self._is_reduced(unit):
+                self._start_reduction(unit)
+        self.wait_reduction()
+        for unit in self.units:  # The last part of a reduction may fail; it runs before all compare.
+            if unit.options.communication is not None and self._is_reduced(unit):
+                unit.finish_quantized_reductions()
+        numbers = [number for unit in self.units if unit.synchronizes for number in self.buffer_numbers[unit]]
+        late = self.backward_pass.late_gradients(numbers)
+        # The error of a value that is not finite in this pass; all ranks hear of it when they compare.
+        fault = self.shared_error = None if self.nonfinite is None else self.nonfinite.find()
+        status = PassStatus(late.number, len(self.backward_pass.unused), fault is not None)
+        statuses = self.backward_pass.compare(status, fault)
+        with self.backward_pass.committing():
+            self._call_hooks_at_end(self.backward_pass.commit(statuses, late, self._reduce_late, self.publish))
         self._reset()
 
-    def _nonfinite_fault(self) -> BaseException | None:
-        """The error of a value that is not finite in this pass; all ranks hear of it when they compare."""
-        self.shared_error = None if self.nonfinite is None else self.nonfinite.find()
-        return self.shared_error
+    def publish(self, frozen: Mapping[int, Sequence[int]] = MappingProxyType({})) -> None:
+        """Publishes reduced gradients as `grad` of the shards; `frozen` by buffer, as in `FlatBuffer.commit`."""
+        with self.contract.waiting(Event("commit", self.outermost.name)):
+            for number, buffer in enumerate(self.buffers):
+                buffer.commit(self.contract.limit_seconds, frozen.get(number, ()))
+
+    def _is_reduced(self, unit: Unit) -> bool:
+        return not self.backward_pass.reduced.isdisjoint(self.buffer_numbers[unit])
+
+    def _reduce_late(self, number: int) -> None:
+        (unit,) = (unit for unit in self.units if number in self.buffer_numbers[unit])
+        unit.reduce([number - self.buffer_numbers[unit].start])
+
+    def _call_hooks_at_end(self, committed: CommittedPass) -> None:
+        """Calls the hooks of published gradients, and those that torch calls when a gradient is accumulated."""
+        if gradient_hooks.published:
+            call_hooks_at_end(self, () if self.reduced_grad_hooks is None else self.reduced_grad_hooks.published)
+        with as_local():
+            hooked = [
+                param
+                for unit in self.units
+                for number, buffer in zip(self.buffer_numbers[unit], unit.buffers, strict=True)
+                if number in committed.late_buckets or self._is_reduced(unit)
+                for index, param in enumerate(buffer.sharded_params)
+                if param._post_accumulate_grad_hooks
+                if buffer.flatten or ParamKey(number, index) not in committed.unused
+            ]
+        if hooked and call_post_accumulate_grad_hooks(hooked):  # They may have stepped, on all that was reduced.
+            for count in {buffer.group.state.optimizer_steps for buffer in self.buffers}:
+                count.number += 1
 
     # How a pass ends.
 
@@ -334,7 +360,7 @@ class Root(UnitContext):
                 self.contract.end_unchecked()
             else:
                 # Compared first: where the ranks differ, a prefetched unit may never arrive.
-                self.reductions.backward_pass.compare(PassStatus())
+                self.backward_pass.compare(PassStatus())
                 self.reshard_idle()
         except BaseException as error:
             self.abort(error)
@@ -343,7 +369,7 @@ class Root(UnitContext):
     def abort(self, error: BaseException) -> None:
         """The pass has failed on this rank: aborts it together with the others, or alone, and is as before it."""
         self.entry_unit = self.escaped_tensors = None
-        self.in_backward, self.reductions.is_aborting = False, True
+        self.in_backward, self.reduced_grad_hooks = False, None
         on_all_ranks = False
         try:
             on_all_ranks = abort_on_all_ranks(self, error)
@@ -373,8 +399,8 @@ class Root(UnitContext):
 
     def _reset(self) -> None:
         """A backward pass begins, is over, or was aborted."""
-        self.failure = None
-        self.reductions.reset()
+        self.failure = self.reducing = self.reduced_grad_hooks = None
+        self.backward_pass.reset()
 
     def _check_finite(self) -> FloatingPointError | None:
         """Raises if a value was not finite in a pass in which the ranks compare nothing, if all ranks can abort now.

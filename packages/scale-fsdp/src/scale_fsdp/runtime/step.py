@@ -2,8 +2,7 @@
 
 torch calls `pre_forward` and `post_forward` around the module. Autograd calls `pre_backward`, `pre_accumulate_grads`
 and `post_backward`, and at the end of the whole pass `finalize_backward`. Which unit is gathered and kept, and how a
-pass ends, is in `root.py`; the order of reductions in `reductions.py`; the work of one unit in `unit.py`; the texts
-of errors in `checks.py`.
+pass ends, is in `root.py`; the work of one unit in `unit.py`; the texts of errors in `checks.py`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ from scale_core.hooks.autograd import (
     after_gradient,
     alias_outputs,
     before_backward,
-    has_reduced_grad_hooks,
     in_backward,
     register_post_backward,
 )
-from scale_core.shard import on_local_tensors
+from scale_core.shard import as_local
 from scale_fsdp.api import cast_floating
 from scale_fsdp.runtime import checks
 from scale_fsdp.runtime.escaped_tensors import EscapedTensorSearch
@@ -147,8 +145,8 @@ def pre_accumulate_grads(unit_ref: weakref.ref[Unit], number: int) -> None:
     assert isinstance(root, Root)
     if not root.in_backward:
         _begin_backward(root)
-    if root.reductions.waits_at_first_gradient:
-        root.reductions.wait()
+    if root.waits_at_first_gradient:
+        root.wait_reduction()
     gradient.wide = not (root.synchronizes and unit.synchronizes)
     search = root.nonfinite
     gradient.observer = None if search is None else functools.partial(search.add_gradient, unit, number)
@@ -197,25 +195,25 @@ def root_of(unit: Unit) -> Root:
     return root
 
 
-@on_local_tensors
 def follow_user_changes(units: Sequence[Unit]) -> None:
     """Follows `requires_grad`, hooks gradients, and refuses other changes of parameters since the last pass."""
-    _follow_trainable([buffer for unit in units for buffer in unit.buffers], units)
-    for unit in units:
-        if not unit.has_registered_names():
-            checks.check_registered(unit)
-        for number, buffer in enumerate(unit.buffers):
-            storage = buffer.shard.untyped_storage()
-            for index, param in enumerate(buffer.sharded_params):
-                if param.untyped_storage() is not storage:
-                    raise checks.data_replaced(unit, buffer, index)
-                if param._backward_hooks:
-                    raise checks.hook_on_shard(buffer, index)
-            for index, param in enumerate(buffer.unsharded_params):
-                if param.requires_grad and (number, index) not in unit.hooked:
-                    unit.hooked.add((number, index))
-                    before_first = functools.partial(pre_accumulate_grads, weakref.ref(unit), number)
-                    after_gradient(param, buffer.gradient.make_hook(index, before_first))
+    with as_local():
+        _follow_trainable([buffer for unit in units for buffer in unit.buffers], units)
+        for unit in units:
+            if not unit.has_registered_names():
+                checks.check_registered(unit)
+            for number, buffer in enumerate(unit.buffers):
+                storage = buffer.shard.untyped_storage()
+                for index, param in enumerate(buffer.sharded_params):
+                    if param.untyped_storage() is not storage:
+                        raise checks.data_replaced(unit, buffer, index)
+                    if param._backward_hooks:
+                        raise checks.hook_on_shard(buffer, index)
+                for index, param in enumerate(buffer.unsharded_params):
+                    if param.requires_grad and (number, index) not in unit.hooked:
+                        unit.hooked.add((number, index))
+                        before_first = functools.partial(pre_accumulate_grads, weakref.ref(unit), number)
+                        after_gradient(param, buffer.gradient.make_hook(index, before_first))
 
 
 def _follow_trainable(buffers: Iterable[FlatBuffer], units: Sequence[Unit]) -> None:
@@ -326,7 +324,6 @@ def _begin_backward(root: Root) -> None:
     _follow_trainable(root.buffers, root.units)  # Parameters frozen since the forward get no gradient any more.
     root.begin_backward()
     register_post_backward(functools.partial(finalize_backward, root), root.fail)
-    root.reductions.calls_hooks = has_reduced_grad_hooks()
 
 
 def _post_failed_forward(unit: Unit, root: Root, error: BaseException) -> None:

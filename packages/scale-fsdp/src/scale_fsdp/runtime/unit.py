@@ -10,6 +10,7 @@ want of memory for that very collective, knows which collectives the others stil
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -307,7 +308,7 @@ class Unit:
         for number, buffer in enumerate(self.buffers):
             if buffer.state is State.SHARDED:
                 with self.range("all_gather") if profiler_runs() else NO_RANGE:
-                    self._start("gather", number, copies_shard=copies_shard)
+                    self.start("gather", number, copies_shard=copies_shard)
 
     def wait_gathered(self) -> None:
         """Returns when all buffers can be read."""
@@ -324,16 +325,6 @@ class Unit:
         with self.contract.waiting(Event("gather", self.name)) if waits else nullcontext():
             for buffer in self.buffers:
                 buffer.release(self.contract.limit_seconds, keep_part=keep_part)
-
-    def release_complete_gathers(self) -> None:
-        """Frees the gathered parameters, but for a part of them and for gathers whose second half is yet to come."""
-        if not any(buffer.gather_has_second_half for buffer in self.buffers):
-            self.release(keep_part=True)
-
-    def finish_gathers(self, *, keep_part: bool) -> None:
-        """Waits, where the other ranks do, for gathers that have a second half, and frees them."""
-        if any(buffer.gather_has_second_half for buffer in self.buffers):
-            self.release(keep_part=keep_part)
 
     def gather_full_params(self, buffer: FlatBuffer) -> list[Tensor]:
         """Returns a buffer's full parameters, in the dtype they are trained in; all ranks call it together."""
@@ -359,7 +350,7 @@ class Unit:
         """Starts to reduce the gradients of all buffers that train."""
         with self.range("reduce_scatter") if profiler_runs() else NO_RANGE:
             for number in trained:
-                self._start("reduction", number)
+                self.start("reduction", number)
 
     def wait_reduced(self) -> None:
         """Waits for the reductions, so that their flat gradients are free."""
@@ -376,19 +367,19 @@ class Unit:
         """Waits for all parts of those reductions that make or read messages after the scatter."""
         for number, buffer in enumerate(self.buffers):
             if buffer.transport.traits.reduces_messages_late:
-                self._log_replication(number)
+                self.log_replication(number)
                 self.contract.wait(Event("reduction", self.name), buffer.finish_reduction)
 
     def wait_results(self, number: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Waits for the reduced gradients of one buffer; see `FlatBuffer.wait_results`."""
         buffer = self.buffers[number]
         if buffer.transport.traits.replicates_in_halves:
-            self._log_replication(number)
+            self.log_replication(number)
         return buffer.wait_results(self.contract.limit_seconds)
 
-    def _log_replication(self, number: int) -> None:
+    def log_replication(self, number: int) -> None:
         """The second half of an average over replicas begins here: a rank that fails serves it here, too."""
-        self.contract.history.log.append(LogEntry(self._transfer("replication", number), is_transfer=True))
+        self.contract.history.log.append(LogEntry(self.transfer("replication", number), is_transfer=True))
 
     # The trace of a profiler.
 
@@ -405,43 +396,18 @@ class Unit:
         """Ends the range that was opened last."""
         self.ranges.pop().__exit__(None, None, None)
 
-    # A step that fails.
+    # One buffer's collective.
 
-    def replay(self, transfer: Event, *, keep_part: bool) -> None:
-        """Takes part in one buffer's recorded collective for the other ranks; `keep_part` as in `release`."""
-        number = int(transfer.unit.rpartition("#")[2])
-        buffer, limit = self.buffers[number], self.contract.limit_seconds
-        with self.contract.waiting(Event(transfer.phase, self.name)):
-            if transfer.phase == "gather":
-                if buffer.state is State.SHARDED:
-                    self._start("gather", number)
-                if not buffer.gather_has_second_half:
-                    buffer.release(limit, keep_part=keep_part)
-            elif transfer.phase == "replication":
-                self._log_replication(number)
-                buffer.finish_reduction(limit)
-            else:
-                self._start("reduction", number)
-                buffer.wait_reduced(limit)
-
-    def start_remaining(self, phase: str) -> None:
-        """Starts those collectives of the last event, a "gather" or a "reduction", that this rank has not started."""
-        started = self.contract.history.transfers
-        for number, buffer in enumerate(self.buffers):
-            if self._transfer(phase, number) not in started and (
-                buffer.state is State.SHARDED if phase == "gather" else buffer.trains
-            ):
-                self._start(phase, number)
-
-    def _start(self, phase: str, number: int, *, copies_shard: bool = False) -> None:
-        transfer, buffer = self._transfer(phase, number), self.buffers[number]
+    def start(self, phase: str, number: int, *, copies_shard: bool = False) -> None:
+        """Starts one buffer's "gather" or "reduction"."""
+        transfer, buffer = self.transfer(phase, number), self.buffers[number]
         if phase == "gather":
             buffer.gather(message_tag(transfer), copies_shard=copies_shard)
         else:
             buffer.reduce(message_tag(transfer))
         self.contract.history.log.append(LogEntry(transfer, is_transfer=True))
 
-    def _transfer(self, phase: str, number: int) -> Event:
+    def transfer(self, phase: str, number: int) -> Event:
         """One buffer's collective; messages carry a tag of it, so that no rank reads data of another unit."""
         return Event(phase, f"{self.name}#{number}")
 
@@ -459,6 +425,9 @@ class UnitContext:
         self.outermost = outermost = self.units[0]
         self.by_name = {unit.name: unit for unit in self.units}
         self.buffers = [buffer for unit in self.units for buffer in unit.buffers]
+        stops = list(itertools.accumulate(len(unit.buffers) for unit in self.units))
+        # The numbers of each unit's buffers among these.
+        self.buffer_numbers = {u: range(stop - len(u.buffers), stop) for u, stop in zip(self.units, stops, strict=True)}
         kind, number = type(outermost.module).__name__, outermost.serial
         origin = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
         group = max((unit.options.mesh_info.whole for unit in self.units), key=lambda group: group.size)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather, reduce_scatter
-from scale_core.flat.shard_storage import NodeGroups, ShardGroups
+from scale_core.flat.config import NodeGroups, ShardGroups
 from scale_core.flat.transport import ReduceWork
 from scale_fsdp.transports.blocks import dequantize
 from scale_fsdp.transports.quantized import QuantizedTransport, WireFormats

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.config import ShardGroups
 from scale_core.flat.layout import ShardSpan
-from scale_core.flat.shard_storage import ShardGroups
 from scale_core.flat.transport import PlainTransport, ShardTransport
 from scale_fsdp.transports.float8 import Float8Transport, Float8Weight
 from scale_fsdp.transports.hierarchical import HierarchicalTransport

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.collectives import UNTAGGED, CollectiveWork
-from scale_core.flat.shard_storage import ShardGroups
+from scale_core.flat.config import ShardGroups
 from scale_core.flat.transport import PlainTransport, ReduceWork
 from scale_core.optim.error_feedback import ErrorFeedback
 from scale_fsdp.transports.blocks import BlockFormat, dequantize

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Container, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,28 +19,25 @@ from torch.profiler import record_function
 from scale_core import uneven_inputs
 from scale_core.comm.collectives import CollectiveWork, all_gather
 from scale_core.comm.group import Group
-from scale_core.compat import NO_RANGE, profiler_runs, storage_use_counts
+from scale_core.compat import NO_RANGE, profiler_runs, storage_use_count
 from scale_core.consistency.execution_order import Event
 from scale_core.device.streams import Stream
+from scale_core.flat.config import ShardGroups
 from scale_core.flat.gradient import FlatGradient
 from scale_core.flat.layout import ShardSpan
-from scale_core.flat.reduction import Reduction
-from scale_core.flat.shard_storage import ShardGroups
-from scale_core.flat.transport import PlainTransport
-from scale_core.hooks.autograd import call_local_grad_hooks
-from scale_core.hooks.registry import gradient_hooks
+from scale_core.flat.transport import PlainTransport, Reduction
+from scale_core.hooks.gradients import call_local_grad_hooks, gradient_hooks
 from scale_core.parameters import MemoryRange, copy_attributes
-from scale_core.shard import Axis, Placement, Shard, on_local_tensors, record_shard, shard_of
+from scale_core.shard import Axis, Placement, Shard, as_local, on_local_tensors, record_shard, shard_of
 from scale_core.sharded_tensor.replicated_parameter import (
     ReducedGradient,
     can_be_awaited,
     set_reduced_gradient,
     set_unreduced_grad,
-    switch_awaited,
     unreduced_grad,
 )
 from scale_oss.buckets.partition import BucketPartition
-from scale_oss.buckets.state_placement import Range, ShardedParam, StatePlacement
+from scale_oss.buckets.state_placement import Range, StatePlacement
 
 # References to the storage of a parameter that nobody has an alias of: the parameter's, and the one in `_storages`.
 _STORAGE_USES = 2
@@ -112,10 +110,9 @@ class Bucket:
 
     # The parameters.
 
-    @on_local_tensors
     def flatten(self, indices: Sequence[int] | range) -> None:
         """Copies the values of these parameters into the buffer, and moves their storage there unless unflattened."""
-        with torch.no_grad():
+        with as_local(), torch.no_grad():
             for index in indices:
                 if self.params[index].numel():
                     view = self.view(index)
@@ -131,27 +128,27 @@ class Bucket:
         """
         if not self.can_be_awaited:
             return all(storage.device.type != "meta" for storage in self._storages)  # Fake tensors have no values.
-        return max(storage_use_counts(self._storages), default=0) > _STORAGE_USES
+        return any(storage_use_count(storage._cdata) > _STORAGE_USES for storage in self._storages)
 
-    @on_local_tensors
     def moved_indices(self) -> list[int]:
         """The parameters whose data is outside of the buffer: replaced, as by `model.to(...)`, or unflattened."""
-        homes = enumerate(zip(self.params, self._addresses, strict=True))
-        return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
+        with as_local():
+            homes = enumerate(zip(self.params, self._addresses, strict=True))
+            return [index for index, (param, home) in homes if param.numel() and _address(param.data) != home]
 
-    @on_local_tensors
     def resync_storage(self) -> None:
         """Moves parameters back into the buffer whose data was replaced, as by `param.data = ...`."""
-        moved_indices = self.moved_indices()
-        for index in moved_indices:
-            param = self.params[index]
-            if param.dtype != self.dtype or param.device != self.device:
-                raise RuntimeError(
-                    f"'{self.names[index]}' was {self.dtype} on {self.device} when OSS was built, and is "
-                    f"{param.dtype} on {param.device} now. Convert or move the model first, then build "
-                    "OSS(model.parameters(), ...)"
-                )
-        self.flatten(moved_indices)
+        with as_local():
+            moved_indices = self.moved_indices()
+            for index in moved_indices:
+                param = self.params[index]
+                if param.dtype != self.dtype or param.device != self.device:
+                    raise RuntimeError(
+                        f"'{self.names[index]}' was {self.dtype} on {self.device} when OSS was built, and is "
+                        f"{param.dtype} on {param.device} now. Convert or move the model first, then build "
+                        "OSS(model.parameters(), ...)"
+                    )
+            self.flatten(moved_indices)
 
     def view(self, index: int, flat: Tensor | None = None) -> Tensor:
         """One parameter's view of the buffer, or of another flat tensor like it, in its full shape."""
@@ -173,38 +170,42 @@ class Bucket:
         """Takes the averaged gradient of a parameter away."""
         self.set_grad(index, None)
 
-    @on_local_tensors
     def shard_full_grads(self) -> None:
         """Gives each piece its part of the parameter's gradient, which was averaged elsewhere."""
-        grads = [unreduced_grad(param) for param in self.params]
-        self.needs_gather = any(p.requires_grad or grad is not None for p, grad in zip(self.params, grads, strict=True))
-        for grad, piece, span in zip(grads, self.pieces, self.spans, strict=True):
-            piece.grad = None if grad is None else part_of_gradient(grad, piece, span)
+        with as_local():
+            grads = [unreduced_grad(param) for param in self.params]
+            self.needs_gather = any(
+                p.requires_grad or grad is not None for p, grad in zip(self.params, grads, strict=True)
+            )
+            for grad, piece, span in zip(grads, self.pieces, self.spans, strict=True):
+                piece.grad = None if grad is None else part_of_gradient(grad, piece, span)
 
-    @on_local_tensors
     def reduce(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
         """Starts to average the packed gradients, sent in `wire_dtype`; parameters without one count as zeros."""
-        share = uneven_inputs.active_share
-        if share is not None and not share.weight:
-            self.gradient.drop()
-        has_grad = self.gradient.has_grad()
-        flat = self.gradient.take(self.device)
-        if has_grad and gradient_hooks.local:
-            call_local_grad_hooks([self.params[i] for i in has_grad], [self.view(i, flat) for i in has_grad])
-        if share is not None and share.weight not in (0, 1):
-            flat.mul_(share.weight)
-        with record_function(f"scale_oss::reduce_scatter ({self.title})") if profiler_runs() else NO_RANGE:
-            self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
+        with as_local():
+            share = uneven_inputs.active_share
+            if share is not None and not share.weight:
+                self.gradient.drop()
+            has_grad = self.gradient.has_grad()
+            flat = self.gradient.take(self.device)
+            if has_grad and gradient_hooks.local:
+                call_local_grad_hooks([self.params[i] for i in has_grad], [self.view(i, flat) for i in has_grad])
+            if share is not None and share.weight not in (0, 1):
+                flat.mul_(share.weight)
+            with record_function(f"scale_oss::reduce_scatter ({self.title})") if profiler_runs() else NO_RANGE:
+                self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
 
-    @on_local_tensors
     def commit(self, frozen: Container[int] = ()) -> None:
         """Adds the reduced gradients, which have arrived, to those of the pieces that train or are among `frozen`."""
-        for reduced in self.reduction.results():
-            self.needs_gather = True  # Even if it is frozen before the step: the plain optimizer would not ask either.
-            views = self._pieces_of(reduced)
-            for index, (param, piece) in enumerate(zip(self.params, self.pieces, strict=True)):
-                if param.requires_grad or index in frozen:
-                    piece.grad = views[index] if piece.grad is None else piece.grad.add_(views[index])
+        with as_local():
+            for reduced in self.reduction.results():
+                self.needs_gather = (
+                    True  # Even if it is frozen before the step: the plain optimizer would not ask either.
+                )
+                views = self._pieces_of(reduced)
+                for index, (param, piece) in enumerate(zip(self.params, self.pieces, strict=True)):
+                    if param.requires_grad or index in frozen:
+                        piece.grad = views[index] if piece.grad is None else piece.grad.add_(views[index])
 
     def show_grads(self, records: Sequence[ReducedGradient]) -> None:
         """From now on the parameters show their averaged gradients as `grad`."""
@@ -237,20 +238,20 @@ class Bucket:
         for piece in self.pieces:
             piece.grad = None
 
-    @on_local_tensors
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Clears all gradients, or sets them to zeros, with which the next step updates."""
-        self._consumed.clear()
-        for param in self.params:
-            if (grad := unreduced_grad(param)) is not None:
-                set_unreduced_grad(param, None if set_to_none else grad.detach().zero_())
-        for piece in self.pieces:
-            if piece.grad is not None:
-                if set_to_none:
-                    piece.grad = None
-                else:
-                    piece.grad.zero_()
-                    self.needs_gather = True
+        with as_local():
+            self._consumed.clear()
+            for param in self.params:
+                if (grad := unreduced_grad(param)) is not None:
+                    set_unreduced_grad(param, None if set_to_none else grad.detach().zero_())
+            for piece in self.pieces:
+                if piece.grad is not None:
+                    if set_to_none:
+                        piece.grad = None
+                    else:
+                        piece.grad.zero_()
+                        self.needs_gather = True
 
     def drop_packed_grads(self) -> None:
         """Drops the gradients that were packed and not reduced; those that were accumulated before stay."""
@@ -261,36 +262,38 @@ class Bucket:
 
     # Updated parameters.
 
-    @on_local_tensors
     def all_gather(self, tag: int, wire_dtype: torch.dtype | None = None, *, updates_all: bool = False) -> None:
         """Starts to send the part that this rank has updated to all ranks, in `wire_dtype`.
 
         With another dtype than the parameters' every rank computes with rounded ones, this one too, and keeps its own
         part unrounded as `master`. Without `updates_all` parameters have changed that have a gradient.
         """
-        self.wait()
-        self.needs_gather = False
-        self._wire_dtype = wire_dtype or self.dtype
-        rounds = self._wire_dtype != self.dtype or self.master is not None  # Or rounds no longer: all of them change.
-        updates_all = updates_all or rounds
-        stepped = [param for param, piece in zip(self.params, self.pieces, strict=True) if piece.grad is not None]
-        if self._wire_dtype == self.dtype:
-            if self.master is not None:
-                self._own_part.copy_(self.master)
-            target, sent = self.full, self._own_part
-        else:
-            self._wire_buffer = target = self.full.new_empty(self.full.shape, dtype=self._wire_dtype)
-            sent = self._init_master().to(self._wire_dtype)
-        with record_function(f"scale_oss::all_gather ({self.title})") if profiler_runs() else NO_RANGE:
-            self._gather.append(all_gather(target, sent, self.group, sizes=self._sizes, tag=tag))
-        self.is_gathering = True
-        increment_version(
-            self.params if updates_all else stepped
-        )  # The values that autograd has saved are no longer those of the forward.
-        if self.can_be_awaited:
-            switch_awaited(self.params)
-        if self.group.size == 1:
-            self.wait()  # Nothing is sent.
+        with as_local():
+            self.wait()
+            self.needs_gather = False
+            self._wire_dtype = wire_dtype or self.dtype
+            rounds = (
+                self._wire_dtype != self.dtype or self.master is not None
+            )  # Or rounds no longer: all of them change.
+            updates_all = updates_all or rounds
+            stepped = [param for param, piece in zip(self.params, self.pieces, strict=True) if piece.grad is not None]
+            if self._wire_dtype == self.dtype:
+                if self.master is not None:
+                    self._own_part.copy_(self.master)
+                target, sent = self.full, self._own_part
+            else:
+                self._wire_buffer = target = self.full.new_empty(self.full.shape, dtype=self._wire_dtype)
+                sent = self._init_master().to(self._wire_dtype)
+            with record_function(f"scale_oss::all_gather ({self.title})") if profiler_runs() else NO_RANGE:
+                self._gather.append(all_gather(target, sent, self.group, sizes=self._sizes, tag=tag))
+            self.is_gathering = True
+            increment_version(
+                self.params if updates_all else stepped
+            )  # The values that autograd has saved are no longer those of the forward.
+            if self.can_be_awaited:
+                self._switch_awaited()
+            if self.group.size == 1:
+                self.wait()  # Nothing is sent.
 
     def sync_master(self) -> None:
         """Copies to `master` writes to the rounded parameters since they were sent."""
@@ -305,10 +308,9 @@ class Bucket:
             self._wire_dtype = sent_in
         piece.data.copy_(unrounded)
 
-    @on_local_tensors
     def wait(self, limit_seconds: float | None = None) -> None:
         """Returns when the parameters are up to date; where another rank has failed, raises each time."""
-        with self._waits:
+        with as_local(), self._waits:
             if not self._gather:
                 return
             with record_function(f"scale_oss::wait_all_gather ({self.title})") if profiler_runs() else NO_RANGE:
@@ -321,7 +323,12 @@ class Bucket:
                 self.params[index].data.copy_(self.view(index))
             self.is_gathering = False
             if self.can_be_awaited:
-                switch_awaited(self.params)
+                self._switch_awaited()
+
+    def _switch_awaited(self) -> None:
+        """Switches the parameters between their class and the class that waits for an all-gather."""
+        for param in self.params:
+            param.__class__ = cast(Any, param).counterpart
 
     def _placement(self, index: int) -> StatePlacement:
         entry, owners = self.partition.entries[index], self.partition.owners
@@ -365,32 +372,3 @@ def _address(tensor: Tensor) -> int:
 def _cancel(pending: list[CollectiveWork]) -> None:
     for work in pending:
         work.cancel()
-
-
-class InPlaceBucket:
-    """Shards that are updated where they are: of element-wise optimizers, or tensors that one rank holds in full."""
-
-    def __init__(self, shards: Sequence[ShardedParam], elementwise: bool) -> None:
-        self.params = [shard.param for shard in shards]
-        self.placements = [
-            StatePlacement(
-                shard.param,
-                shard.name,
-                shard.shape,
-                shard.ranges,
-                None if elementwise else shard.holder,
-                shard.group,
-                shard.param,
-            )
-            for shard in shards
-        ]
-
-    @property
-    def optimizer_params(self) -> list[nn.Parameter]:
-        return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
-
-    @on_local_tensors
-    def mark_updated(self) -> None:
-        """Increments the versions of the updated parameters, by which gathered copies are known to be stale."""
-        # On all ranks: one without elements of a parameter must gather it again with the others.
-        increment_version([param for param in self.params if param.grad is not None])

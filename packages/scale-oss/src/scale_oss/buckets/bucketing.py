@@ -23,8 +23,9 @@ from scale_core.dtensor import is_dtensor
 from scale_core.flat.layout import alignment_of
 from scale_core.parameters import check_memory_unshared
 from scale_core.shard import check_undivided, is_divided, on_local_tensors, unit_shard_of
-from scale_oss.buckets.bucket import Bucket, InPlaceBucket
+from scale_oss.buckets.bucket import Bucket
 from scale_oss.buckets.full_param_bucket import FullParamBucket
+from scale_oss.buckets.in_place_bucket import InPlaceBucket
 from scale_oss.buckets.partition import assign_whole, choose_owners, cut_evenly, group_from_the_end, group_in_rounds
 from scale_oss.buckets.state_placement import ShardedParam, StatePlacement, check_not_flat, gather_shards
 

@@ -21,7 +21,7 @@ from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.errors import renamed_arguments
 from scale_core.hooks.microbatch_grads import microbatch_steps_wanted, register_pipeline
 from scale_core.optim.clip_grad import clip, measured_gradients
-from scale_core.optim.step_checks import watch_optimizers
+from scale_core.optim.step_hooks import watch_optimizers
 from scale_core.shard import register_stages
 from scale_pipe.batch_norm import DeferredBatchNorm
 from scale_pipe.distributed.errors import failure_from_error

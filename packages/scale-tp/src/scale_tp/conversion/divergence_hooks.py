@@ -21,7 +21,7 @@ from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import compare_inputs, compare_replicas
-from scale_core.consistency.optimizer_steps import OptimizerSteps
+from scale_core.consistency.execution_order import OptimizerSteps
 from scale_core.hooks.module_parts import ForEachShardHook
 from scale_core.optim.step_checks import register_step_recorder
 from scale_tp.rank_checks import (

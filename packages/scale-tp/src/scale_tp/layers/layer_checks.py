@@ -24,7 +24,7 @@ from scale_core.compat import graph_task_id
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import EVERY_VARIABLE, check_interval
 from scale_core.consistency.equal_values import FIRST_PASSES, EqualValues
-from scale_core.consistency.optimizer_steps import OptimizerSteps
+from scale_core.consistency.execution_order import OptimizerSteps
 from scale_core.errors import ScaleDistributedError
 from scale_core.optim.step_checks import invalidate_cache, register_step_recorder
 from scale_core.shard import shard_of

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scale_core.comm.collectives import exchange_text, subgroup_of
+from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
-from scale_core.hooks.autograd import lacks_autograd_hooks, register_local_grad_hook
+from scale_core.comm.subgroups import subgroup_of
+from scale_core.hooks.gradients import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature
 from scale_core.shard import on_local_tensors
 from scale_pipe.distributed.p2p.channel import P2PChannel

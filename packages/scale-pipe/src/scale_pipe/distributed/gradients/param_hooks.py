@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scale_core.hooks.autograd import is_own_hook, lacks_autograd_hooks
+from scale_core.hooks.autograd import is_own_hook
+from scale_core.hooks.gradients import lacks_autograd_hooks
 from scale_pipe.distributed.step_inputs import StepInputs
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.collectives import all_reduce, exchange
-from scale_core.hooks.autograd import lacks_autograd_hooks
+from scale_core.hooks.gradients import lacks_autograd_hooks
 from scale_core.shard import Ranges, on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_pipe.distributed.gradients.data_parallel import GradientState, ReduceMode, gradient_state

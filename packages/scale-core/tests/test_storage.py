@@ -1,4 +1,4 @@
-"""shard_storage.py: what each rank keeps adds up to the parameters, and says what it is a piece of."""
+"""storage.py: what each rank keeps adds up to the parameters, and says what it is a piece of."""
 
 from __future__ import annotations
 
