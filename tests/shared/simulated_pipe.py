@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from scale_core.tree import tensors_in
 from scale_pipe.distributed import program
-from scale_pipe.distributed.p2p.channel import MessageKind, P2PChannel, PayloadMeta
-from scale_pipe.distributed.p2p.messages import pack
-from scale_pipe.distributed.step_loop import StepLoop, StepStatus
+from scale_pipe.distributed.p2p import MessageKind, P2PChannel, PayloadMeta
+from scale_pipe.distributed.stage import pack
+from scale_pipe.distributed.step import StepLoop, StepStatus
 
 STRUCTURE, _ = pack(torch.empty(0))
 

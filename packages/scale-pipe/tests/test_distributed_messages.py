@@ -12,18 +12,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_core import group_of
-from scale_pipe.distributed.p2p.channel import (
+from scale_pipe.distributed.p2p import (
     HEADER_LENGTH,
+    WHOLE,
+    ChunkSize,
+    Failure,
+    Flow,
     P2PChannel,
     P2PError,
+    Payload,
     PayloadMeta,
+    Slot,
     as_bytes,
     dense,
     empty_like_meta,
     pack_message,
     unpack_message,
 )
-from scale_pipe.distributed.p2p.messages import WHOLE, ChunkSize, Failure, Flow, Payload, Slot, pack, unpack
+from scale_pipe.distributed.stage import pack, unpack
 
 Pair = namedtuple("Pair", "first second")  # noqa: PYI024  # One of the old kind.
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from scale_core import group_of
 from scale_pipe import DistributedPipe, PipelineOptions, Schedule, StageError
-from scale_pipe.distributed.p2p.channel import P2PChannel
+from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.schedules.action import backward, forward, input_gradient, weight_gradient
 from scale_pipe.schedules.classic import gpipe, interleaved_1f1b
 from scale_pipe.schedules.lowering import build_schedule

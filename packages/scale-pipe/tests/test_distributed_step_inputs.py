@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from scale_pipe import DeferredBatchNorm, DistributedPipe, NoChunk, PipelineOptions, StageError, split
-from scale_pipe.distributed.step_inputs import check_mean_loss
+from scale_pipe.distributed.loss import check_mean_loss
 
 
 @dataclass

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scale_pipe.partition.partition import describe_layers, partition
+from scale_pipe.partition.partition import partition
+from scale_pipe.partition.partition_function import describe_layers
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from scale_pipe import Pipe, pop, skippable, stash
 from scale_pipe.microbatch import Arguments
 from scale_pipe.one_process.pipeline import PartitionRunner, Task, clock_cycles
-from scale_pipe.partition.partition import Partition
+from scale_pipe.partition.partition_function import Partition
 
 CPU = torch.device("cpu")
 KEY = (None, "skip")

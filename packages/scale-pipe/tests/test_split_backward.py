@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from scale_core.compat import gradient_edge
 from scale_pipe import split_backward
-from scale_pipe.split_backward import Backward
+from scale_pipe.distributed.stage import run_backward
+from scale_pipe.split_backward import SplitBackward
 
 
 class Attention(nn.Module):
@@ -130,7 +131,7 @@ STAGES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "identity": (nn.Identity, (4, 8)),
 }
 WHOLE = {"tied weight", "function of Python", "recomputed, reentrant"}
-"""What can't be cut: the first half does everything."""
+"""What can't be cut, and has one backward."""
 
 
 def outputs_of(module: nn.Module, x: Tensor) -> list[Tensor]:
@@ -160,8 +161,12 @@ def test_both_halves_together_are_one_backward_to_the_bit(name: str, frozen: boo
         gradients = [torch.randn_like(output) for output in expected]
         torch.autograd.backward(expected, gradients)
         before = [None if param.grad is None else param.grad.clone() for param in apart.parameters()]
-        backward = Backward([gradient_edge(one) for one in found], inputs[1:] if input_trains else [])
+        backward = SplitBackward([gradient_edge(one) for one in found], inputs[1:] if input_trains else [])
         of_inputs = backward.run_inputs(list(gradients))
+        if of_inputs is None:
+            of_inputs = run_backward(
+                [gradient_edge(one) for one in found], inputs[1:] if input_trains else [], gradients
+            )
         if name not in WHOLE or not input_trains:
             for param, grad in zip(apart.parameters(), before, strict=True):
                 assert param.grad is None if grad is None else torch.equal(param.grad, grad), "W has not run yet"
@@ -177,9 +182,9 @@ def test_both_halves_together_are_one_backward_to_the_bit(name: str, frozen: boo
 def test_a_function_of_python_with_parameters_runs_once() -> None:
     module, x = OfPython(), torch.randn(4, 8, requires_grad=True)
     Doubled.calls = 0
-    backward = Backward([gradient_edge(module(x * 1))], [x])
-    backward.run_inputs([torch.ones(4, 8)])
-    backward.run_weights()
+    roots = [gradient_edge(module(x * 1))]
+    assert SplitBackward(roots, [x]).run_inputs([torch.ones(4, 8)]) is None
+    run_backward(roots, [x], [torch.ones(4, 8)])
     assert Doubled.calls == 1
 
 
@@ -188,20 +193,17 @@ def test_the_full_backward_gives_input_gradients_and_frees_all() -> None:
     with torch.no_grad():
         layer.weight.copy_(torch.arange(64.0).view(8, 8))  # Whole numbers: sums of any order are the same.
     output = layer(x)
-    backward = Backward([gradient_edge(output)], [x])
-    (found,) = backward.run([torch.ones_like(output)])
+    (found,) = run_backward([gradient_edge(output)], [x], [torch.ones_like(output)])
     assert found is not None and torch.equal(found, layer.weight.sum(0).expand(4, 8)) and x.grad is None
     assert layer.weight.grad is not None
-    backward.run_weights()  # Nothing is left to do.
     assert torch.equal(layer.weight.grad, x.detach().sum(0).expand(8, 8))
 
 
 def test_an_output_without_a_gradient_gives_none() -> None:
     for apart in (False, True):
         layer, x = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True)
-        backward = Backward([gradient_edge(layer(x))], [x])
-        assert (backward.run_inputs([None]) if apart else backward.run([None])) == [None]
-        backward.run_weights()
+        roots = [gradient_edge(layer(x))]
+        assert (SplitBackward(roots, [x]).run_inputs([None]) if apart else run_backward(roots, [x], [None])) == [None]
         assert layer.weight.grad is None
 
 
@@ -209,8 +211,8 @@ def test_inputs_that_are_not_used_have_no_gradient() -> None:
     layer = nn.Linear(8, 8)
     used, unused = torch.randn(4, 8, requires_grad=True), torch.randn(2, requires_grad=True)
     output = layer(used)
-    found = Backward([gradient_edge(output)], [used, unused]).run_inputs([torch.ones_like(output)])
-    assert found[0] is not None and found[1] is None
+    found = SplitBackward([gradient_edge(output)], [used, unused]).run_inputs([torch.ones_like(output)])
+    assert found is not None and found[0] is not None and found[1] is None
 
 
 class Random(nn.Module):
@@ -257,8 +259,11 @@ def test_any_graph_is_cut_without_a_difference(kinds: list[str], seed: int, free
     expected, found = plain(inputs[0]), apart(inputs[1])
     gradient = torch.randn_like(expected)
     expected.backward(gradient)
-    backward = Backward([gradient_edge(found)], inputs[1:])
-    (of_input,) = backward.run_inputs([gradient])
+    backward = SplitBackward([gradient_edge(found)], inputs[1:])
+    of_inputs = backward.run_inputs([gradient])
+    if of_inputs is None:
+        of_inputs = run_backward([gradient_edge(found)], inputs[1:], [gradient])
+    (of_input,) = of_inputs
     backward.run_weights()
     assert of_input is not None and inputs[0].grad is not None and torch.equal(of_input, inputs[0].grad)
     for ours, theirs in zip(apart.parameters(), plain.parameters(), strict=True):
@@ -287,7 +292,7 @@ def test_hooks_of_parameters_are_called_once_in_the_second_half() -> None:
         param.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(f"after {name}"))
     x = torch.randn(4, 8)
     given = x.clone().requires_grad_()
-    backward = Backward([gradient_edge(module(given))], [given])
+    backward = SplitBackward([gradient_edge(module(given))], [given])
     backward.run_inputs([torch.ones(4, 8)])
     assert calls == []
     backward.run_weights()

@@ -1,4 +1,4 @@
-"""divergence_hooks.py: tensor parallel ranks that are given, or hold, other numbers than each other are found."""
+"""model_hooks.py: tensor parallel ranks that are given, or hold, other numbers than each other are found."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from scale_core import compat
 from scale_core.comm.group import group_of
 from scale_core.errors import TransferError
 from scale_core.testing.async_gloo import BACKEND
-from scale_tp import failed_pass, parallelize
+from scale_tp import parallelize
+from scale_tp.conversion import model_hooks
 
 LIMIT_SECONDS = 3600  # Longer than a test may last: who waits for it fails the test.
 
@@ -156,12 +157,12 @@ class Nothing(nn.Module):
 def test_what_is_no_failure_of_the_pass_asks_nobody() -> None:
     """How often the other ranks are asked whether they have failed: never here."""
     asked: list[object] = []
-    failed_pass.exchange = lambda *args, **options: asked.append(args)  # type: ignore[assignment,misc]
+    model_hooks.exchange = lambda *args, **options: asked.append(args)  # type: ignore[assignment,misc]
     model = build()
     for use_reentrant in (False, True):
         checkpoint(model, torch.ones(2, 4, requires_grad=True), use_reentrant=use_reentrant).sum().backward()
     nothing = Nothing()
-    nothing.register_forward_hook(failed_pass.FailedPass(group_of()), always_call=True)
+    nothing.register_forward_hook(model_hooks.FailedPass(group_of()), always_call=True)
     try:
         raise KeyError
     except KeyError:

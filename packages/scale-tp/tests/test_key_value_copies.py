@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scale_core.comm.group import Group, group_of
-from scale_tp.mappings import reduce_grads_of_copies
+from scale_tp.layers.linear_ops import reduce_grads_of_copies
 from scale_tp.split import Split, split_heads
 
 

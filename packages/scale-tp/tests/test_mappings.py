@@ -11,13 +11,9 @@ from torch import Tensor
 import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_tp import megatron
-from scale_tp.mappings import (
-    RegionExit,
-    check_in_region,
-    copy_many_to_tensor_model_parallel_region,
-    copy_to_region,
-    region_groups,
-)
+from scale_tp.comm import RegionExit, copy_to_region
+from scale_tp.layers.linear_ops import check_in_region, region_groups
+from scale_tp.mappings import copy_many_to_tensor_model_parallel_region
 from scale_tp.split import even_sizes
 
 LENGTH = 5

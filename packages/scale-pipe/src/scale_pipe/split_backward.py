@@ -16,7 +16,7 @@ gets the very gradients that one pass would have given it, so the sums are the s
 Vectors are an exception: some nodes, for example a layer norm, compute the gradients of their parameters on the way,
 at hardly any cost. These are taken in the first pass, and added to `grad` in the second.
 
-Some graphs can't be cut so, and run completely in the first pass: where one parameter is reached from two nodes of the
+Some graphs can't be cut so, and have one pass: where one parameter is reached from two nodes of the
 boundary (its two summands would be added to `param.grad` one after the other), and where a function of Python, which
 may do anything, would have to run twice.
 """
@@ -55,35 +55,25 @@ class _Cut(NamedTuple):
     beside: _Segment | None  # the one that starts at roots that lead to parameters only
 
 
-class Backward:
+class SplitBackward:
     """The backward pass of one micro-batch through one stage, from its roots to leaves and parameters.
 
-    Roots are edges of the graph, since the memory of outputs need not be kept for this. Without `splits`, the first
-    pass computes everything.
+    Roots are edges of the graph, since the memory of outputs need not be kept for this.
     """
 
-    def __init__(self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor], *, splits: bool = True) -> None:
+    def __init__(self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor]) -> None:
         self._roots = list(roots)
         self._inputs = list(inputs)
-        self._splits = splits
         self._later: list[tuple[_Segment, list[Tensor | None]]] = []
 
-    def run(self, gradients: Gradients) -> list[Tensor | None]:
-        """Computes all gradients at once, and returns those of the inputs; `gradients` are those of the roots."""
-        edges, edge_grads = _with_gradient(self._roots, gradients)
-        if edges:
-            torch.autograd.backward(edges, edge_grads)
-        self._roots = []
-        grads = [leaf.grad for leaf in self._inputs]
-        for leaf in self._inputs:
-            leaf.grad = None
-        return grads
+    def run_inputs(self, gradients: Gradients) -> list[Tensor | None] | None:
+        """Computes and returns the gradients of the inputs; `gradients` are those of the roots.
 
-    def run_inputs(self, gradients: Gradients) -> list[Tensor | None]:
-        """Computes and returns the gradients of the inputs, and keeps the inputs for those of the parameters."""
-        cut = _cut(self._roots, self._inputs) if self._splits else None
+        Returns None, and computes nothing, where the graph can't be cut.
+        """
+        cut = _cut(self._roots, self._inputs)
         if cut is None:
-            return self.run(gradients)
+            return None
         roots, self._roots = self._roots, []
         if cut.beside is not None:
             self._later = [(cut.beside, [g for g, on in zip(gradients, cut.on_path, strict=True) if not on])]
@@ -107,20 +97,17 @@ class Backward:
         return grads[:num_inputs]
 
     def run_weights(self) -> None:
-        """Adds the gradients of the parameters to their `grad`, unless the first pass computed everything."""
+        """Adds the gradients of the parameters to their `grad`."""
         later, self._later = self._later, []
         for index, (part, saved_grads) in enumerate(later):
             later[index] = (part, [])  # Used gradients are freed before the next is computed.
             edges, edge_grads = _with_gradient(part.edges, saved_grads)
             del saved_grads
             if edges:
-                compat.add_gradients(
-                    edges, edge_grads, part.leaves
-                )  # A stage has a part for nearly each of its layers.
+                compat.add_gradients(edges, edge_grads, part.leaves)  # There is a part for nearly each layer.
 
 
 def _with_gradient(edges: Sequence[GradientEdge], gradients: Gradients) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The edges that have a gradient, and these."""
     pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
     return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 

@@ -1,10 +1,10 @@
 """Tensor, sequence and context parallelism for PyTorch: a layer that several devices compute together.
 
 `layers/` has the layers of Megatron and FairScale, `conversion/` divides those of a model that exists already
-(`parallelize`); begin there. Below them are `mappings` (collectives with gradients) and `comm`; on their level
-`async_tp/` (communication that overlaps with products), `attention/` (ring and Ulysses attention, and
-`context_parallel`, which puts them into a model), `random` and `state_dict`. `megatron` has
-the names of Megatron-LM that programs for it import: the getters of ranks and groups, the regions, its utilities.
+(`parallelize`); begin there. Below them is `comm` (collectives, with gradients too), which `mappings` gives under the
+names of Megatron; on its level `async_tp/` (communication that overlaps with products), `attention/` (ring and Ulysses
+attention, and `context_parallel`, which puts them into a model), `random` and `state_dict`. `megatron` has the names of
+Megatron-LM that programs for it import: the getters of ranks and groups, the regions, its utilities.
 """
 
 import logging

@@ -1,15 +1,30 @@
-"""All-reduce, all-gather and reduce-scatter along any dimension of a tensor; nothing here is differentiable.
+"""Collectives of tensor parallelism along any dimension of a tensor, and the same with their gradients.
 
 No argument is written to. Summands are added in rank order, those of half precision in fp32, and rounded once, so that
 one process can compute the same number to the bit. On CUDA the order, and for half precision the rounding, are NCCL's.
 Each `start_...` returns a `PendingTensor`, so that something can be computed until it is waited for.
+
+Each mapping between regions is another one's backward:
+
+| forward        | backward       | mapping                   |
+|----------------|----------------|---------------------------|
+| identity       | all-reduce     | `copy_to_region`          |
+| all-reduce     | identity       | `reduce_from_region`      |
+| local slice    | all-gather     | `scatter_to_region`       |
+| all-gather     | local slice    | `gather_from_region`      |
+| all-gather     | reduce-scatter | `gather_sequence`         |
+| reduce-scatter | all-gather     | `reduce_scatter_sequence` |
+
+A rank leaves a plain region, in which all ranks compute the same, through the first and the third, and comes back
+through the second and the fourth. In a sequence parallel region each rank has its part of the sequence, and the last
+two take the place of the first two. No tensor is changed in place, and gradients of gradients pass as well.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,11 +33,14 @@ from torch.profiler import record_function
 from scale_core.comm.collectives import UNIT_TAGS, CollectiveWork, all_gather, exchange, peer_to_peer, reduce_scatter
 from scale_core.comm.group import Group
 from scale_core.comm.layer_collectives import all_reduce_in_rank_order
-from scale_core.compat import NO_RANGE, profiler_runs
+from scale_core.compat import NO_RANGE, profiler_runs, untraced
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import TransferError
 from scale_tp.failed_pass import add_explanation
-from scale_tp.split import even_sizes
+from scale_tp.sequence_lengths import lengths_hint, record_lengths, shard_lengths
+from scale_tp.split import Split, even_sizes
+
+Sizes: TypeAlias = Sequence[int] | None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -195,3 +213,200 @@ def gather_sizes(own: int, group: Group, sizes: Sequence[int] | None = None) -> 
             f"{list(sizes)}"
         )
     return sizes
+
+
+# For the layers, which know their group and have checked their input. torch.compile goes on without a graph here.
+
+
+@untraced
+def copy_to_region(input: Tensor, group: Group) -> Tensor:
+    """Identity, with an all-reduce of the gradient."""
+    if group.size == 1:
+        return input
+    output: Tensor = apply(_Copy, group, input)
+    return output
+
+
+@untraced
+def copy_many_to_region(inputs: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
+    """Identity of several tensors, with one all-reduce of all their gradients."""
+    if group.size == 1 or not inputs:
+        return tuple(inputs)
+    outputs: tuple[Tensor, ...] = apply(_CopyMany, group, *inputs)
+    return outputs
+
+
+@untraced
+def reduce_from_region(input: Tensor, group: Group) -> Tensor:
+    """All-reduce, with the identity of the gradient."""
+    if group.size == 1:
+        return input
+    output: Tensor = apply(_Reduce, group, input)
+    return output
+
+
+@untraced
+def scatter_to_region(input: Tensor, group: Group, dim: int = -1, sizes: Sizes = None) -> Tensor:
+    """Local slice, with an all-gather of the gradient."""
+    if group.size == 1:
+        return input
+    output: Tensor = apply(_Scatter, group, input, dim, tuple(check_sizes(input.shape[dim], group, sizes)))
+    return output
+
+
+@untraced
+def gather_from_region(input: Tensor, group: Group, dim: int = -1, sizes: Sizes = None) -> Tensor:
+    """All-gather, with the local slice of the gradient."""
+    if group.size == 1:
+        return input
+    output: Tensor = apply(_Gather, group, input, dim, tuple(gather_sizes(input.shape[dim], group, sizes)))
+    return output
+
+
+@untraced
+def gather_sequence(
+    input: Tensor, group: Group, dim: int, sizes: Sizes = None, *, to_model_parallel: bool = True
+) -> Tensor:
+    """All-gather of a sequence, with a reduce-scatter of the gradient, or a local slice."""
+    if group.size == 1:
+        return input
+    local_length = input.shape[dim]
+    lengths = shard_lengths(group, input, dim) if sizes is None else tuple(gather_sizes(local_length, group, sizes))
+    try:
+        output: Tensor = apply(_GatherSequence if to_model_parallel else _Gather, group, input, dim, lengths)
+        return output
+    except TransferError as error:
+        error.add_note(lengths_hint(group.rank, local_length))
+        raise
+
+
+@untraced
+def reduce_scatter_sequence(input: Tensor, group: Group, dim: int, sizes: Sizes = None) -> Tensor:
+    """Reduce-scatter of a sequence, with an all-gather of the gradient."""
+    if group.size == 1:
+        return input
+    lengths = tuple(check_sizes(input.shape[dim], group, sizes))
+    record_lengths(group, lengths)
+    output: Tensor = apply(_ReduceScatter, group, input, dim, lengths)
+    return output
+
+
+# Autograd remembers the ranks of a region, as `ctx.group`.
+
+
+class RegionEntry(torch.autograd.Function):
+    """Base of the functions that bring a tensor into the region of the ranks `ctx.group`."""
+
+
+class RegionExit(torch.autograd.Function):
+    """Base of the functions that bring a tensor out of it."""
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply`, which torch leaves untyped."""
+    return function.apply(*args)
+
+
+# Each of these is another one's backward: see the table above.
+
+
+class _Copy(RegionEntry):
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, apply(_Reduce, ctx.group, grad)
+
+
+class _CopyMany(RegionEntry):
+    @staticmethod
+    def forward(ctx: Any, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed_grads = [grad for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True) if needed]
+        joined: Tensor = apply(_Reduce, ctx.group, torch.cat([grad.reshape(-1) for grad in needed_grads]))
+        sums = iter(joined.split([grad.numel() for grad in needed_grads]))
+        return None, *(
+            next(sums).view(grad.shape).to(grad.dtype) if needed else None
+            for grad, needed in zip(grads, ctx.needs_input_grad[1:], strict=True)
+        )
+
+
+class _Reduce(RegionExit):
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return all_reduce_sum(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, apply(_Copy, ctx.group, grad)
+
+
+class _Scatter(RegionEntry):
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return local_slice(tensor, group, dim, sizes).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, apply(_Gather, ctx.group, grad, ctx.dim, ctx.sizes), None, None
+
+
+class _Gather(RegionExit):
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return all_gather_along(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, apply(_Scatter, ctx.group, grad, ctx.dim, ctx.sizes), None, None
+
+
+class _GatherSequence(RegionEntry):
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return all_gather_along(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, apply(_ReduceScatter, ctx.group, grad, ctx.dim, ctx.sizes), None, None
+
+
+class _ReduceScatter(RegionExit):
+    @staticmethod
+    def forward(ctx: Any, group: Group, tensor: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return reduce_scatter_along(tensor, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        return None, apply(_GatherSequence, ctx.group, grad, ctx.dim, ctx.sizes), None, None
+
+
+# Features in the order of the layer that is not divided: a split may give a rank several ranges, as of matrices that
+# are stacked, so that the parts one behind the other are in another order than the full tensor.
+
+
+def gather_features(part: Tensor, group: Group, split: Split) -> Tensor:
+    """Gathers [..., features of this rank] of a split; of copies, the first counts and gets the gradient."""
+    if group.size == 1:
+        return part
+    gathered = gather_from_region(part, group, -1, split.sizes)
+    return gathered if split.is_in_rank_order else split.join(gathered.split(list(split.sizes), -1), -1)
+
+
+def scatter_features(input: Tensor, group: Group, split: Split) -> Tensor:
+    """Returns the features that a split without copies gives this rank, of [..., all features]."""
+    if not split.is_in_rank_order:
+        input = torch.cat([split.take(input, rank, -1) for rank in range(group.size)], -1)
+    return scatter_to_region(input, group, -1, split.sizes)

@@ -8,6 +8,7 @@ to be known before the first backward, so they are counted in the target that `s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from scale_core.tree import map_tensors, tensors_in
 from scale_pipe.distributed.loss_graph import CrossEntropy, Scalar, element_means
-from scale_pipe.distributed.p2p.messages import ChunkSize
+from scale_pipe.distributed.p2p import ChunkSize
 from scale_pipe.distributed.stage import input_alias
 from scale_pipe.microbatch import Chunks
 
@@ -164,6 +165,27 @@ class BatchLoss:
             '  def loss_fn(output, part):  # sum_loss, for example, is cross_entropy with reduction="sum"\n'
             "      return sum_loss(output, part) / count * (len(target) / len(part))"
         )
+
+
+def check_mean_loss(loss_fn: Any) -> None:
+    """Refuses a loss function with `reduction="sum"`, also in a partial (ValueError).
+
+    The loss of a step is the mean over its micro-batches, each weighted by its samples, so of a sum over N samples it
+    would be a fraction, and gradients with it. A function that sums without an attribute can't be distinguished from
+    others.
+    """
+    function, reduction = loss_fn, None
+    while isinstance(function, partial):
+        reduction = reduction or function.keywords.get("reduction")
+        function = function.func
+    if (reduction or getattr(function, "reduction", None)) != "sum":
+        return
+    title = getattr(function, "__name__", type(function).__name__)
+    raise ValueError(
+        f'loss_fn is expected to return the mean over the samples of a micro-batch, and {title} has reduction="sum". '
+        'Write reduction="mean"; or, for the gradients of the sum over a batch of N samples, '
+        "loss_fn=lambda output, target: N * sum_loss(output, target) / len(target)"
+    )
 
 
 def _with_graph(tensor: Tensor) -> Tensor:

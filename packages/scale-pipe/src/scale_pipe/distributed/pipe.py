@@ -19,7 +19,8 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import check_interval, compare_replicas
 from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.errors import renamed_arguments
-from scale_core.hooks.microbatch_grads import microbatch_steps_wanted, register_pipeline
+from scale_core.hooks.gradients import gradient_hooks
+from scale_core.hooks.microbatch_grads import register_pipeline
 from scale_core.optim.clip_grad import clip, measured_gradients
 from scale_core.optim.step_hooks import watch_optimizers
 from scale_core.shard import register_stages
@@ -31,7 +32,6 @@ from scale_pipe.distributed.gradients.param_hooks import hooks_called_once
 from scale_pipe.distributed.gradients.shared_params import SharedParams
 from scale_pipe.distributed.module_view import ModelFQNs, StageModuleView, check_stage_memory
 from scale_pipe.distributed.options import PipelineOptions
-from scale_pipe.distributed.p2p.messages import StepKind
 from scale_pipe.distributed.profile import (
     costs_from_spans,
     gather_spans,
@@ -40,18 +40,25 @@ from scale_pipe.distributed.profile import (
     solve_on_first_rank,
 )
 from scale_pipe.distributed.program import (
+    StepKind,
     build_channels,
     find_connections,
     fingerprint_lines,
     infer_stages_per_rank,
     split_into_stages,
 )
-from scale_pipe.distributed.runtime import PassRuntime
+from scale_pipe.distributed.runtime import PassRuntime, StepInputs
 from scale_pipe.distributed.stage import Stage
-from scale_pipe.distributed.step_inputs import LossFunction, Optimizers, StepArgs, StepInputs, prepare_inputs
-from scale_pipe.distributed.step_loop import StepLoop, restore_grads_on_error
+from scale_pipe.distributed.step import (
+    LossFunction,
+    Optimizers,
+    StepArgs,
+    StepLoop,
+    prepare_inputs,
+    restore_grads_on_error,
+)
 from scale_pipe.microbatch import Arguments
-from scale_pipe.partition.partition import Checkpoint, check_checkpoint
+from scale_pipe.partition.partition_function import Checkpoint, check_checkpoint
 from scale_pipe.schedules.action import TimedAction
 from scale_pipe.schedules.registry import SOLVE, get_schedule
 from scale_pipe.schedules.schedule import Schedule
@@ -349,7 +356,7 @@ class DistributedPipe(StageModuleView):
                 self._shared.refresh(self)
                 for runner in self._runners.values():
                     runner.shared = list(self._shared.copies.values())
-            if microbatch_steps_wanted():
+            if gradient_hooks.microbatch_steps:
                 self._grads.begin(self.stages, self._shared.copies)
         except Exception as error:
             action = "what its stages are wrapped in, or measured by"

@@ -10,10 +10,10 @@ import torch
 
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
-from scale_pipe.distributed.p2p.channel import P2PChannel
-from scale_pipe.distributed.p2p.messages import WHOLE, Flow, Payload, Slot, pack
+from scale_pipe.distributed.p2p import WHOLE, Flow, P2PChannel, Payload, Slot
 from scale_pipe.distributed.program import probe_slots
-from scale_pipe.distributed.step_loop import TimedPass
+from scale_pipe.distributed.stage import pack
+from scale_pipe.distributed.step import TimedPass
 from scale_pipe.schedules.action import Action, Kind, TimedAction
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.schedules.placement import StagePlacement

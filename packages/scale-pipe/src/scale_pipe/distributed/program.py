@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import torch
@@ -26,8 +27,7 @@ from torch import nn
 from scale_core.comm.collectives import HOST, UNIT_TAGS
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
-from scale_pipe.distributed.p2p.channel import P2PChannel
-from scale_pipe.distributed.p2p.messages import Flow, Slot, StepKind
+from scale_pipe.distributed.p2p import Flow, P2PChannel, Slot
 from scale_pipe.module_split.split import shared_parameters
 from scale_pipe.partition.partition import check_balance, check_sequential, partition
 from scale_pipe.schedules.action import COMPUTES, EVERY_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind
@@ -36,6 +36,16 @@ from scale_pipe.schedules.placement import StagePlacement
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.skip.layout import inspect_skip_layout
 from scale_pipe.skip.namespace import SkipKey
+
+
+class StepKind(IntEnum):
+    """The call that all ranks run together; every message carries it."""
+
+    STEP = 1
+    EVALUATION = 2
+
+    def __str__(self) -> str:
+        return "a step" if self is StepKind.STEP else "an evaluation"
 
 
 class Send(NamedTuple):

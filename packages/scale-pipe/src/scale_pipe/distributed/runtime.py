@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,11 @@ from scale_pipe.distributed import errors
 from scale_pipe.distributed.gradients.data_parallel import check_all_ok
 from scale_pipe.distributed.gradients.microbatch_grads import MicrobatchGrads
 from scale_pipe.distributed.gradients.shared_params import SharedParams
-from scale_pipe.distributed.p2p.channel import P2PError
-from scale_pipe.distributed.p2p.messages import ChunkSize, Failure, Flow, Message, Payload, Slot, StepKind, pack
-from scale_pipe.distributed.program import AverageGrads, RankChannels, Receive, Send, SumSharedGrads
-from scale_pipe.distributed.stage import OUTPUT, Stage
-from scale_pipe.distributed.step_inputs import StepInputs
-from scale_pipe.microbatch import Arguments, gather
+from scale_pipe.distributed.loss import BatchLoss
+from scale_pipe.distributed.p2p import ChunkSize, Failure, Flow, Message, P2PError, Payload, Slot
+from scale_pipe.distributed.program import AverageGrads, RankChannels, Receive, Send, StepKind, SumSharedGrads
+from scale_pipe.distributed.stage import OUTPUT, Stage, pack
+from scale_pipe.microbatch import Arguments, Chunks, gather
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, FREES, Action, Kind
 
 LOOKAHEAD = 2  # Receives that are posted before their turn: so many tensors may arrive while this rank computes.
@@ -42,6 +41,22 @@ def _title(action: Action) -> str:
     """The name of an action in the trace of a profiler."""
     kind, stage, micro_batch = action
     return f"scale_pipe::{errors.ACTION_NAMES[kind].removeprefix('the ')} (stage {stage}, micro-batch {micro_batch})"
+
+
+StepOptimizer = Callable[[int], Sequence[int]]
+"""Steps a stage, and returns the stages whose parameters were updated."""
+
+
+class StepInputs(NamedTuple):
+    """The inputs of a rank for a pass."""
+
+    chunk_sizes: Sequence[ChunkSize] = ()  # on the rank of the first stage; elsewhere they arrive
+    arguments: Mapping[int, Chunks] = {}  # by stage of this rank, the `Arguments` in addition to received values
+    loss_fn: BatchLoss | None = None  # on the rank of the last stage, where a loss is wanted
+    keep_output: bool = False  # on the rank of the last stage, in an evaluation
+    step_optimizer: StepOptimizer | None = None  # called for each stage where the schedule steps it
+    failure: Failure | None = None  # a mistake in them
+    cause: Exception | None = None
 
 
 class PassRuntime:

@@ -6,8 +6,10 @@ graph of their own, so each micro-batch's backward ends where its forward began,
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -19,12 +21,11 @@ from scale_checkpoint.wrapper import is_checkpointed
 from scale_core import compat
 from scale_pipe.batch_norm import DeferredBatchNorm
 from scale_pipe.distributed.gradients.data_parallel import DataParallelWrappers, outermost_wrappers
-from scale_pipe.distributed.p2p.messages import ChunkSize, Payload, pack, unpack
+from scale_pipe.distributed.p2p import ChunkSize, Payload
 from scale_pipe.microbatch import Arguments
-from scale_pipe.partition.partition import Checkpoint, starts_in_place
-from scale_pipe.recompute import PartitionFunction
+from scale_pipe.partition.partition_function import Checkpoint, PartitionFunction, starts_in_place
 from scale_pipe.skip.namespace import SkipKey, declared_skips
-from scale_pipe.split_backward import Backward
+from scale_pipe.split_backward import Gradients, SplitBackward
 
 StageLoss: TypeAlias = Callable[[Any, int, ChunkSize], Any]
 """From the last stage's output, the number of the micro-batch and its size to its loss, a scalar."""
@@ -80,21 +81,25 @@ class Stage:
         elif type(module) is nn.Sequential or any(declared_skips(part) is not None for part in module.modules()):
             self._function = PartitionFunction(module, title="stage")
         self._graphs: dict[int, _MicroBatchGraph] = {}
-        self._pending_weights: dict[int, Backward] = {}
+        self._pending_weights: dict[int, SplitBackward] = {}
         self._batch_norms: list[DeferredBatchNorm] = []
         self._splits = self._begun = False
         self._buffer_memory: set[int] = set()
         self.shared: Sequence[nn.Parameter] = ()  # parameters that other ranks hold as well
         self.wrappers: DataParallelWrappers | None = None  # in this pass
 
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether a data-parallel wrapper is around the module, or in it."""
+        return any(callable(getattr(part, "no_sync", None)) for part in self.module.modules())
+
     def begin(self, *, splits_backward: bool) -> None:
         """Begins a pass: looks at the module as it is wrapped now."""
-        parts = list(self.module.modules())
-        wrappers = outermost_wrappers(self.module)
-        self.wrappers = DataParallelWrappers(wrappers, self.shared) if wrappers else None
+        parts, is_wrapped = list(self.module.modules()), self.is_wrapped
+        self.wrappers = DataParallelWrappers(outermost_wrappers(self.module), self.shared) if is_wrapped else None
         self._batch_norms = [part for part in parts if isinstance(part, DeferredBatchNorm)]
         # Hooks of wrappers, and recomputation, need a backward that is one.
-        self._splits = splits_backward and self._checkpoint == "never" and not (wrappers or _recomputes(parts))
+        self._splits = splits_backward and self._checkpoint == "never" and not (is_wrapped or _recomputes(parts))
         self._buffer_memory = {_memory(buffer) for buffer in self.module.buffers()}
         self._begun = False
 
@@ -122,11 +127,11 @@ class Stage:
             name: [input_alias(t) if trains else t for t in payload.tensors] for name, payload in arrived.items()
         }
         trees = {name: unpack(payload.structure, aliases[name]) for name, payload in arrived.items()}
-        with ExitStack() as stack:
-            if self.wrappers is not None:
-                stack.enter_context(self.wrappers.no_sync(skip_reduce=trains and not reduces))
-            if self._checkpoint == "except_last" and micro_batch == chunk_size.num_micro_batches - 1:
-                stack.enter_context(disable_checkpointing())
+        is_kept = self._checkpoint == "except_last" and micro_batch == chunk_size.num_micro_batches - 1
+        with (
+            nullcontext() if self.wrappers is None else self.wrappers.no_sync(skip_reduce=trains and not reduces),
+            disable_checkpointing() if is_kept else nullcontext(),
+        ):
             output, stashed = self._call(given, trees)
         for name, arrival in arrived.items():
             for leaf, alias in zip(arrival.tensors, aliases[name], strict=True):
@@ -185,21 +190,26 @@ class Stage:
             grads = tensors if len(tensors) == len(roots) else unpack(structure, tensors)
             gradients += grads if isinstance(grads, list) else [grads]
         assert len(gradients) == sum(map(len, graph.roots.values()))
+        roots = [root for group in graph.roots.values() for root in group]
         leaves = [leaf for group in graph.leaves.values() for leaf in group]
-        backward = Backward([root for roots in graph.roots.values() for root in roots], leaves, splits=self._splits)
         lengths = {name: len(group) for name, group in graph.leaves.items()}
-        del graph, leaves
-        with ExitStack() as stack:
-            if self.wrappers is not None:
-                stack.enter_context(self.wrappers.no_sync(skip_reduce=not reduces))
-            input_grads = iter(backward.run_inputs(gradients) if inputs_only else backward.run(gradients))
-        if inputs_only:
-            self._pending_weights[micro_batch] = backward
-        return {name: [next(input_grads) for _ in range(length)] for name, length in lengths.items()}
+        del graph
+        with nullcontext() if self.wrappers is None else self.wrappers.no_sync(skip_reduce=not reduces):
+            leaf_grads: list[Tensor | None] | None = None
+            if inputs_only and self._splits:
+                backward = SplitBackward(roots, leaves)
+                leaf_grads = backward.run_inputs(gradients)
+                if leaf_grads is not None:
+                    self._pending_weights[micro_batch] = backward
+            if leaf_grads is None:
+                leaf_grads = run_backward(roots, leaves, gradients)
+        grads = iter(leaf_grads)
+        return {name: [next(grads) for _ in range(length)] for name, length in lengths.items()}
 
     def weight_gradients(self, micro_batch: int) -> None:
-        """Computes the gradients of the parameters that `backward` has left."""
-        self._pending_weights.pop(micro_batch).run_weights()
+        """Computes the gradients of the parameters that `backward` has left, if it has left any."""
+        if (backward := self._pending_weights.pop(micro_batch, None)) is not None:
+            backward.run_weights()
 
     def _detach(self, tensor: Tensor) -> Tensor:
         """The same memory without its graph, as a leaf.
@@ -219,6 +229,79 @@ class Stage:
         self._pending_weights.clear()
         if self.wrappers is not None:
             self.wrappers.discard_grads()
+
+
+def run_backward(roots: Sequence[GradientEdge], leaves: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
+    """Adds the gradients of parameters to their `grad`, and returns those of `leaves`; `gradients` are of the roots."""
+    pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
+    if pairs:
+        torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+    leaf_grads = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    return leaf_grads
+
+
+# Trees of tensors.
+
+
+class _Packer(pickle.Pickler):
+    """Pickles everything but tensors with values; a tensor that occurs twice is taken out once."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.tensors: list[Tensor] = []
+        self._positions: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor) or obj.is_meta:
+            return None
+        position = self._positions.setdefault(id(obj), len(self.tensors))
+        if position == len(self.tensors):
+            self.tensors.append(obj)
+        return position
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        tensor: Tensor = self._tensors[pid]
+        return tensor
+
+
+def _pickled(tree: Any) -> tuple[bytes, list[Tensor]]:
+    packer = _Packer(file := io.BytesIO())
+    packer.dump(tree)
+    return file.getvalue(), packer.tensors
+
+
+_ONE_TENSOR, _ = _pickled(torch.empty(0))
+
+
+def pack(tree: Any) -> tuple[bytes, list[Tensor]]:
+    """Takes the tensors but those on the meta device out of a pytree. Raises TypeError if it can't be pickled."""
+    if type(tree) is Tensor and not tree.is_meta:
+        return _ONE_TENSOR, [tree]
+    try:
+        return _pickled(tree)
+    except Exception as error:
+        raise TypeError(
+            f"what a stage returns is sent to another process, and this can't be pickled: {error}. Return tensors, "
+            "numbers and strings, in tuples, lists, dicts or dataclasses of a module's top level"
+        ) from error
+
+
+def unpack(structure: bytes, tensors: list[Tensor]) -> Any:
+    """Puts the tensors that `pack` took out back into their pytree."""
+    if structure == _ONE_TENSOR:
+        return tensors[0]
+    return _Unpacker(io.BytesIO(structure), tensors).load()
+
+
+# Tensors of a stage.
 
 
 def input_alias(tensor: Tensor) -> Tensor:

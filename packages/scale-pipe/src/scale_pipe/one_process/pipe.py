@@ -16,7 +16,8 @@ from scale_core.tree import tensors_in
 from scale_pipe.batch_norm import DeferredBatchNorm
 from scale_pipe.microbatch import Arguments, check_chunks, gather, scatter, scatter_each, unwrap_no_chunk
 from scale_pipe.one_process.pipeline import Pipeline
-from scale_pipe.partition.partition import Checkpoint, check_balance, check_checkpoint, check_sequential, partition
+from scale_pipe.partition.partition import check_balance, check_sequential, partition
+from scale_pipe.partition.partition_function import Checkpoint, check_checkpoint
 from scale_pipe.skip.layout import verify_skippables
 from scale_pipe.skip.namespace import declared_skips
 

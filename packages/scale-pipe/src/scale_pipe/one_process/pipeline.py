@@ -25,8 +25,7 @@ from scale_core.device.streams import InlineExecutor, worker_for
 from scale_core.tree import map_tensors
 from scale_pipe.microbatch import Arguments, copy_to
 from scale_pipe.one_process.worker import CallerContext
-from scale_pipe.partition.partition import starts_in_place
-from scale_pipe.recompute import PartitionFunction, Result
+from scale_pipe.partition.partition_function import PartitionFunction, Result, starts_in_place
 from scale_pipe.skip.layout import inspect_skip_layout
 from scale_pipe.skip.namespace import SkipKey
 from scale_pipe.skip.portal import Portals

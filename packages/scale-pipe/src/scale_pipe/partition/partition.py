@@ -9,9 +9,9 @@ The layers keep their names: partition 1 of these holds the layer "2".
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,42 +19,10 @@ from torch import nn
 from scale_core.hooks.module_parts import is_for_each_part, take_hooks
 from scale_core.parameters import MemoryRange, check_memory_unshared
 from scale_pipe.integers import plain_integer
-from scale_pipe.microbatch import Arguments, describe_arguments
+from scale_pipe.partition.partition_function import Partition
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of modules; those of a forward and its backward."""
-
-
-class Partition(nn.Sequential):
-    """Some layers of a sequence, by their names in it; the first one takes all arguments that the pipeline is given."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return run_layers(self, args, kwargs)
-
-
-def run_layers(layers: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs layers; the first may take any arguments; errors get a note on the layer and its arguments."""
-    arguments = Arguments(args, dict(kwargs))
-    for name, layer in layers._modules.items():
-        assert layer is not None
-        try:
-            arguments = Arguments((layer(*arguments.args, **arguments.kwargs),), {})
-        except Exception as error:  # In a recomputation as well, where no traceback says which layer it is.
-            error.add_note(
-                f"in layer {name!r} of the pipeline, a {type(layer).__name__}, given {describe_arguments(arguments)}"
-            )
-            raise
-    return arguments.args[0]
-
-
-def describe_layers(module: nn.Module) -> str:
-    """Describes a partition or a stage for errors: "layers 2 (Linear), 3 (Tanh)", or its class."""
-    if not isinstance(module, nn.Sequential):
-        return str(module._get_name())
-    layers = [f"{name} ({layer._get_name()})" for name, layer in module.named_children()]
-    if len(layers) > 4:
-        return f"layers {layers[0]} to {layers[-1]}"
-    return f"{'layer' if len(layers) == 1 else 'layers'} {', '.join(layers)}"
 
 
 class Partitions(NamedTuple):
@@ -199,20 +167,3 @@ def _check_tensors(modules: Sequence[nn.Module], devices: Sequence[torch.device]
         memory_of.setdefault(device, []).extend(
             memory for name, param in part.named_parameters() for memory in MemoryRange.of(name, param)
         )
-
-
-Checkpoint: TypeAlias = Literal["always", "except_last", "never"]
-"""Which micro-batches are recomputed; the last one's backward begins at once, so it need not be."""
-
-
-def check_checkpoint(checkpoint: Any) -> None:
-    """Raises `ValueError` if it is none of the three."""
-    if checkpoint not in get_args(Checkpoint):
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
-
-
-def starts_in_place(module: nn.Module) -> bool:
-    """Whether the first layer is one as `nn.ReLU(inplace=True)`, whose input has to be copied if it is needed again."""
-    while isinstance(module, nn.Sequential) and len(module):
-        module = module[0]
-    return getattr(module, "inplace", False) is True

@@ -20,7 +20,7 @@ from scale_core.tree import map_tensors, tensors_in
 from scale_pipe.schedules.cost_model import Costs
 from scale_pipe.skip.namespace import SkipKey, popped_keys
 from scale_pipe.skip.tracker import run_with_skips
-from scale_pipe.split_backward import Backward
+from scale_pipe.split_backward import SplitBackward
 
 T = TypeVar("T")
 
@@ -185,12 +185,14 @@ def _run(module: nn.Module, inputs: _Inputs, device: torch.device) -> tuple[Stag
         output, stashed = run_with_skips(module, copies.skips, *copies.args, **copies.kwargs)
     times.append(_now(device))
     roots = [tensor for tensor in tensors_in((output, list(stashed.values()))) if tensor.requires_grad]
-    backward = Backward([compat.gradient_edge(root) for root in roots], leaves)
+    edges = [compat.gradient_edge(root) for root in roots]
+    backward = SplitBackward(edges, leaves)
     ones = [torch.ones_like(root) for root in roots]
     next_inputs = _next_inputs(module, inputs, output, stashed)
     del roots, output
     times.append(_now(device))
-    backward.run_inputs(ones)
+    if backward.run_inputs(ones) is None:
+        torch.autograd.backward(edges, ones)
     times.append(_now(device))
     backward.run_weights()
     times.append(_now(device))

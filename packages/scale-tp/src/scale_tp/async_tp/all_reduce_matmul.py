@@ -17,8 +17,7 @@ from scale_core.comm.group import Group
 from scale_core.shard import on_local_tensors
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.async_tp.chunks import product_dtype, to_rows, without_autocast
-from scale_tp.comm import PendingTensor, start_all_reduce
-from scale_tp.mappings import RegionEntry, RegionExit, apply
+from scale_tp.comm import PendingTensor, RegionEntry, RegionExit, apply, start_all_reduce
 
 
 def linear_with_grad_all_reduce(

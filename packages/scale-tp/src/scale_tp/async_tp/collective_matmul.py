@@ -37,8 +37,15 @@ from scale_tp.async_tp.chunks import (
     to_rows,
     without_autocast,
 )
-from scale_tp.comm import check_sizes, gather_sizes, start_all_gather, start_reduce_scatter
-from scale_tp.mappings import RegionEntry, RegionExit, apply
+from scale_tp.comm import (
+    RegionEntry,
+    RegionExit,
+    apply,
+    check_sizes,
+    gather_sizes,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.sequence_lengths import check_sequence_dim, lengths_hint, record_lengths, shard_lengths
 from scale_tp.split import check_size

@@ -20,7 +20,7 @@ from scale_core.hooks.autograd import in_backward
 from scale_tp.async_tp.all_reduce_matmul import linear_with_grad_all_reduce
 from scale_tp.async_tp.chunks import SequenceChunks
 from scale_tp.async_tp.collective_matmul import all_gather_linear, chunk_sequence
-from scale_tp.mappings import copy_to_region, gather_sequence
+from scale_tp.comm import copy_to_region, gather_sequence
 
 
 class DeferredInput:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from scale_tp.comm import gather_features, gather_from_region, reduce_from_region, scatter_features
 from scale_tp.layers.embedding import local_padding_idx, look_up, look_up_local
 from scale_tp.layers.linear_ops import (
     SEQUENCE_DIM,
@@ -15,7 +16,6 @@ from scale_tp.layers.linear_ops import (
     row_parallel_linear,
 )
 from scale_tp.layers.module_swap import ShardedMixin
-from scale_tp.mappings import gather_features, gather_from_region, reduce_from_region, scatter_features
 from scale_tp.random import RegionRNG
 from scale_tp.split import Range
 

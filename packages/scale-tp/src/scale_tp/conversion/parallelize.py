@@ -27,7 +27,7 @@ from scale_core.sharded_tensor.tensor import set_shard
 from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, Heads
 from scale_tp.conversion import validation
 from scale_tp.conversion.convert import Conversion, conversion_for, find_all_heads, weight_split
-from scale_tp.conversion.divergence_hooks import OptimizerStepCheck, ReplicaCheck, register_input_checks
+from scale_tp.conversion.model_hooks import FailedPass, OptimizerStepCheck, ReplicaCheck, register_input_checks
 from scale_tp.conversion.modules import (
     ColumnParallelMixin,
     RowParallelMixin,
@@ -37,7 +37,6 @@ from scale_tp.conversion.modules import (
 from scale_tp.conversion.replica_check import check_first_forward
 from scale_tp.conversion.sequence_region import SequenceRegion, find_sequence_region, install_sequence_region
 from scale_tp.conversion.styles import Plan, Style, check_model_plan, resolve_styles
-from scale_tp.failed_pass import FailedPass
 from scale_tp.layers.base import ParamSharding
 from scale_tp.layers.linear_ops import SharedInput
 from scale_tp.layers.module_swap import local_parameter, swap_class

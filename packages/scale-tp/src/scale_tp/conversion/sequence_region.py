@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group
 from scale_core.hooks.autograd import in_backward
 from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
+from scale_tp.comm import gather_sequence, scatter_to_region
 from scale_tp.conversion.styles import Style
 from scale_tp.layers.linear_ops import SEQUENCE_DIM, to_region
-from scale_tp.mappings import gather_sequence, scatter_to_region
 from scale_tp.random import RegionRNG, has_dropout
 from scale_tp.sequence_lengths import record_lengths
 from scale_tp.split import even_sizes

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
+from scale_tp.comm import gather_from_region, reduce_from_region, reduce_scatter_sequence
 from scale_tp.layers.base import ParallelModule, ParamSharding, rank_repr
 from scale_tp.layers.options import LayerOptions
-from scale_tp.mappings import gather_from_region, reduce_from_region, reduce_scatter_sequence
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.split import Range, Split, check_size
 from scale_tp.weight_init import Initializer

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import GroupLike
 from scale_tp.async_tp.lazy_input import DeferredInput
+from scale_tp.comm import gather_features, scatter_features
 from scale_tp.layers.base import ParallelModule, ParamSharding, rank_repr, resolve_split
 from scale_tp.layers.linear_ops import (
+    check_in_region,
     check_num_features,
     check_parallel_input,
     column_parallel_linear,
@@ -28,7 +30,6 @@ from scale_tp.layers.linear_ops import (
     to_region,
 )
 from scale_tp.layers.options import LayerOptions
-from scale_tp.mappings import check_in_region, gather_features, scatter_features
 from scale_tp.parallel_state import tensor_parallel_group
 from scale_tp.split import check_size
 from scale_tp.weight_init import Initializer

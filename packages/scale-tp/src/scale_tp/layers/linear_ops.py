@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
+from scale_core.comm.layer_collectives import all_to_all
 from scale_core.compat import untraced
 from scale_core.hooks.autograd import in_backward
 from scale_core.hooks.module_parts import ForEachShardHook
@@ -22,14 +23,17 @@ from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.async_tp.all_reduce_matmul import linear_all_reduce
 from scale_tp.async_tp.collective_matmul import linear_scatter
 from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
-from scale_tp.mappings import (
+from scale_tp.comm import (
+    RegionEntry,
+    RegionExit,
+    accumulation_dtype,
+    apply,
+    call_tag,
     copy_many_to_region,
     copy_to_region,
     gather_sequence,
     reduce_from_region,
-    reduce_grads_of_copies,
     reduce_scatter_sequence,
-    region_groups,
 )
 from scale_tp.sequence_lengths import check_sequence_dim
 from scale_tp.split import Split
@@ -187,6 +191,43 @@ class SharedInput(ForEachShardHook):
         self.__dict__.update(state, _first_readers=WeakSet())
 
 
+def region_groups(tensor: Tensor) -> list[Group]:
+    """Returns the ranks of the regions that a tensor was computed in, back to where each was entered; mostly one."""
+    groups: dict[Group, None] = {}
+    seen: set[Any] = set()
+    stack: list[Any] = [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        function = getattr(node, "_forward_cls", object)
+        if issubclass(function, RegionEntry):
+            groups[node.group] = None
+        elif not issubclass(function, RegionExit):
+            stack += [before for before, _ in node.next_functions]
+    return list(groups)
+
+
+@untraced
+def check_in_region(what: str, tensor: Tensor, group: Group) -> bool:
+    """Refuses a tensor that was never brought into the region, so that its gradient would not be summed.
+
+    Returns whether it is known to be inside: one that needs no gradient, or is computed again, may be anything.
+    """
+    if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
+        return False
+    if any(ranks.ranks == group.ranks for ranks in region_groups(tensor)):
+        return True
+    if tensor.grad_fn is None and in_backward():
+        return False
+    raise ValueError(
+        f"{what}: input_is_inside=True, but the input {list(tensor.shape)} was not brought into the region of "
+        f"{list(group.ranks)}: pass scale_tp.megatron.copy_to_tensor_model_parallel_region(input, group), or leave it "
+        "out"
+    )
+
+
 def check_num_features(layer: str, input: Any, expected: int, *, fix: str = "") -> None:
     """Refuses a value that is no tensor, and an input with a last dimension other than `expected`."""
     if not isinstance(input, Tensor | DeferredInput):
@@ -227,3 +268,44 @@ def check_parallel_input(
             f"got {widths or width} of them: {fix}"
         )
     return width
+
+
+# Parameters that some ranks hold copies of: key-value heads where there are fewer of them than ranks. Each rank with a
+# copy computes with other query heads, so each has a summand of the gradient. They add in rank order, so that copies
+# stay equal to the bit.
+
+
+def reduce_grads_of_copies(param: Tensor, group: Group, split: Split) -> Tensor:
+    """Identity of a parameter, with an all-reduce of its gradient over the ranks that hold a copy."""
+    if group.size == 1 or not split.has_copies:
+        return param
+    holders = [rank for rank, ranges in enumerate(split.ranges) if ranges == split.ranges[group.rank]]
+    summed: Tensor = apply(_ReduceCopies, param, group, holders)
+    return summed
+
+
+class _ReduceCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, group: Group, holders: list[int]) -> Tensor:
+        ctx.group, ctx.holders = group, holders
+        return param.view_as(param)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return all_reduce_copies(grad, ctx.group, ctx.holders), None, None
+
+
+def all_reduce_copies(tensor: Tensor, group: Group, holders: list[int]) -> Tensor:
+    """Returns the sum over some ranks of the group, each with its own; all ranks of the group call it."""
+    flat = tensor.contiguous().view(-1)
+    others = [rank for rank in holders if rank != group.rank]
+    sizes = [flat.numel() if rank in others else 0 for rank in range(group.size)]
+    received, sent = flat.new_empty(sum(sizes)), flat.repeat(len(others))
+    tag = call_tag("gradients of copies", flat.dtype, tuple(tensor.shape))
+    all_to_all(received, sent, group, output_sizes=sizes, input_sizes=sizes, tag=tag).wait()
+    parts = dict(zip(others, received.split(flat.numel()) if others else (), strict=True))
+    parts[group.rank] = flat
+    total = torch.zeros(flat.shape, dtype=accumulation_dtype(flat.dtype), device=flat.device)
+    for rank in sorted(parts):
+        total += parts[rank]
+    return total.to(tensor.dtype).view(tensor.shape)

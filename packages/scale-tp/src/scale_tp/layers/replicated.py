@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from scale_tp.comm import copy_many_to_region, reduce_from_region, reduce_scatter_sequence
 from scale_tp.layers.linear_ops import SEQUENCE_DIM
 from scale_tp.layers.module_swap import ShardedMixin
-from scale_tp.mappings import copy_many_to_region, reduce_from_region, reduce_scatter_sequence
 
 
 class GradAllReduceMixin(ShardedMixin):

@@ -161,15 +161,13 @@ def check_disjoint_wrappers(stages: Mapping[int, nn.Module]) -> None:
                     )
 
 
-@on_local_tensors
-def grad_holders(module: nn.Module) -> list[Tensor]:
-    """The parameters of a stage, and the shards in optimizers that get their averaged gradients."""
+def optimizer_shards(module: nn.Module) -> list[Tensor]:
+    """The shards in optimizers that get the averaged gradients of a wrapped stage."""
     shards: dict[int, Tensor] = {}
     for wrapper in outermost_wrappers(module):
         for optimizer in getattr(wrapper, "sharded_optimizers", ()):
             shards.update((id(param), piece) for param, piece in optimizer.grad_holders())
-    params = list(module.parameters())
-    return [*params, *(shards[id(param)] for param in params if id(param) in shards)]
+    return [shards[id(param)] for param in module.parameters() if id(param) in shards]
 
 
 def _reduces_on_call(wrapper: nn.Module, param: nn.Parameter) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from scale_core.hooks.autograd import is_own_hook
 from scale_core.hooks.gradients import lacks_autograd_hooks
-from scale_pipe.distributed.step_inputs import StepInputs
+from scale_pipe.distributed.runtime import StepInputs
 
 
 @dataclass(eq=False)

@@ -1,4 +1,8 @@
-"""The passes of one rank, one after the other: each ends on all ranks with a result, or on all with an error."""
+"""A step of one rank: its arguments are cut into micro-batches, its program runs, and all ranks hear how it went.
+
+A mistake in the arguments, or a stage that fails, fails the step on all ranks; so each step ends on all with a result,
+or on all with an error.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,15 @@ import json
 import struct
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from scale_core import ContractError, ScaleDistributedError
+from scale_core import ContractError, ScaleDistributedError, uneven_inputs
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.fork import forked_error
 from scale_core.consistency.contract import Contract
@@ -23,15 +28,139 @@ from scale_core.consistency.optimizer_steps import describe_difference
 from scale_core.errors import TransferError, recovery_hint
 from scale_core.shard import as_local
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
+from scale_core.tree import map_tensors
 from scale_pipe.distributed import errors
-from scale_pipe.distributed.gradients.data_parallel import grad_holders
-from scale_pipe.distributed.p2p.channel import P2PError
-from scale_pipe.distributed.p2p.messages import Failure, StepKind
-from scale_pipe.distributed.runtime import PassRuntime
+from scale_pipe.distributed.gradients.data_parallel import optimizer_shards
+from scale_pipe.distributed.loss import BatchLoss, check_mean_loss
+from scale_pipe.distributed.p2p import ChunkSize, Failure, P2PError
+from scale_pipe.distributed.program import StepKind
+from scale_pipe.distributed.runtime import PassRuntime, StepInputs, StepOptimizer
 from scale_pipe.distributed.stage import Stage
+from scale_pipe.microbatch import (
+    Arguments,
+    Chunks,
+    batch_size_of,
+    copy_to,
+    scatter,
+    scatter_with_sizes,
+    unwrap_no_chunk,
+)
 from scale_pipe.schedules.action import Action
+from scale_pipe.schedules.schedule import Schedule
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_OWN_STEPS = "Stages may have hyperparameters of their own from the first step on, or by groups of their own"
+
+_JOINED = (
+    "join() has no batch left for one of the ranks, and a pipeline can't train on the others alone: its ranks share a "
+    "batch, and a DistributedPipe does not weigh its gradients. Give all ranks the same number of batches, for example "
+    "DistributedSampler(drop_last=True), and leave join() out"
+)
+
+LossFunction = Callable[..., Any]
+
+Optimizers = Optimizer | Mapping[int, Optimizer]
+"""One for all stages of a rank, or one for each."""
+
+
+class StepArgs(NamedTuple):
+    """The arguments of a call of `step` or `evaluate`."""
+
+    arguments: Arguments  # of the first stage; on other ranks they may be empty
+    target: Any  # [N, ...], or None
+    loss_fn: LossFunction | None  # None where the last stage returns the loss
+    stage_inputs: Mapping[int, Mapping[str, Any]]  # by stage, further arguments by keyword
+    optimizer: Optimizers | None = None  # None leaves stepping to the caller
+    with_output: bool = False  # of an evaluation with a loss
+
+
+def prepare_inputs(args: StepArgs, kind: StepKind, schedule: Schedule, rank: int, device: torch.device) -> StepInputs:
+    """Cuts the arguments of a call into micro-batches on this rank's device; errors are in `failure`."""
+    num_stages, chunks = len(schedule.placement.rank_of), schedule.num_micro_batches
+    stages = schedule.placement.stages_of[rank]
+    stage = stages[0]
+    try:
+        _check_stage_inputs(args.stage_inputs, num_stages)
+        if kind is StepKind.STEP and uneven_inputs.active_share is not None:
+            raise RuntimeError(_JOINED)
+        step_optimizer = None if args.optimizer is None else optimizer_stepper(args.optimizer, stages)
+        chunk_sizes: list[ChunkSize] = []
+        arguments: dict[int, Chunks] = {}
+        for stage in stages:
+            extra = dict(args.stage_inputs.get(stage, {}))
+            if stage == 0:
+                inputs = Arguments(args.arguments.args, {**args.arguments.kwargs, **extra})
+                parts, sizes = scatter_with_sizes(inputs, chunks)
+                total = sum(sizes)
+                chunk_sizes = [ChunkSize(size, total, len(sizes)) for size in sizes]
+                arguments[0] = Chunks(copy_to(device, parts), total)
+            elif extra:
+                arguments[stage] = _cut(Arguments((), extra), chunks, device)
+        inputs_of_rank = StepInputs(chunk_sizes, arguments, step_optimizer=step_optimizer)
+        if num_stages - 1 not in stages:
+            return inputs_of_rank
+        stage = num_stages - 1
+        has_loss = kind is StepKind.STEP or args.target is not None or args.loss_fn is not None
+        return inputs_of_rank._replace(
+            loss_fn=_batch_loss(args, chunks, device) if has_loss else None,
+            keep_output=kind is StepKind.EVALUATION and (args.with_output or not has_loss),
+        )
+    except Exception as error:
+        failure = errors.failure_from_error(error, rank=rank, stage=stage, action="what it was called with")
+        return StepInputs(failure=failure, cause=error)
+
+
+def optimizer_stepper(optimizer: Optimizers, stages: Sequence[int]) -> StepOptimizer:
+    """Steps one optimizer for all stages with the last of them, or each stage's own."""
+    by_stage = optimizer if isinstance(optimizer, Mapping) else dict.fromkeys(stages, optimizer)
+    for stage, one in by_stage.items():
+        if stage not in stages:
+            raise ValueError(
+                f"an optimizer was given for stage {stage!r}, but this rank holds the stages {list(stages)}: write "
+                "optimizer={index: ... for index in pipe.stages}"
+            )
+        if not callable(getattr(one, "step", None)):
+            raise TypeError(f"expected an optimizer, or a dict of them by stage, but got {type(one).__name__}")
+    waiting = set(stages)
+
+    def step(stage: int) -> Sequence[int]:
+        waiting.discard(stage)
+        done = [stage] if isinstance(optimizer, Mapping) else [] if waiting else stages
+        if stage not in by_stage or not done:
+            return ()
+        by_stage[stage].step()
+        return done
+
+    return step
+
+
+def _check_stage_inputs(stage_inputs: Any, num_stages: int) -> None:
+    if not isinstance(stage_inputs, Mapping):
+        raise TypeError(
+            f"expected stage_inputs to be a dict of keyword arguments by stage, but got {type(stage_inputs).__name__}: "
+            'write stage_inputs={1: {"mask": mask}}'
+        )
+    for index in stage_inputs:
+        if index not in range(num_stages):
+            raise ValueError(
+                f"stage_inputs has inputs for stage {index!r}, but there are {num_stages} stages, 0 to {num_stages - 1}"
+            )
+
+
+def _cut(inputs: Any, chunks: int, device: torch.device) -> Chunks:
+    """Cuts inputs; those without a tensor [N, ...] go to every micro-batch."""
+    total = batch_size_of(inputs)
+    parts = [unwrap_no_chunk(inputs)] * chunks if total is None else scatter(inputs, chunks)
+    return Chunks(copy_to(device, parts), total)
+
+
+def _batch_loss(args: StepArgs, chunks: int, device: torch.device) -> BatchLoss:
+    check_mean_loss(args.loss_fn)
+    if args.target is None:
+        return BatchLoss(args.loss_fn, None)
+    with torch.inference_mode(False):  # The graph of a loss may keep them.
+        target = map_tensors(lambda tensor: tensor.clone() if tensor.is_inference() else tensor, args.target)
+        return BatchLoss(args.loss_fn, _cut(target, chunks, device))
 
 
 class StepStatus(NamedTuple):
@@ -51,9 +180,6 @@ class TimedPass(NamedTuple):
     actions: list[tuple[Action, float, float]]  # by time.perf_counter
     start: float  # by time.perf_counter
     wall_clock: float  # seconds since the epoch
-
-
-_OWN_STEPS = "Stages may have hyperparameters of their own from the first step on, or by groups of their own"
 
 
 class StepLoop:
@@ -216,10 +342,12 @@ def _stepped_note(runtime: PassRuntime) -> str:
 def restore_grads_on_error(stages: Collection[Stage]) -> Iterator[None]:
     """Around a step that may raise: then gradients of stages, and of their shards in optimizers, are as before it."""
     with as_local():
-        before = [
-            (tensor, None if (grad := unreduced_grad(tensor)) is None else grad.clone())
-            for tensor in dict.fromkeys(tensor for stage in stages for tensor in grad_holders(stage.module))
-        ]
+        holders: dict[Tensor, None] = {}
+        for stage in stages:
+            holders |= dict.fromkeys(stage.module.parameters())
+            holders |= dict.fromkeys(optimizer_shards(stage.module) if stage.is_wrapped else ())
+        grads = [(tensor, unreduced_grad(tensor)) for tensor in holders]
+        before = [(tensor, None if grad is None else grad.clone()) for tensor, grad in grads]
     try:
         yield
     except BaseException:

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -38,13 +38,89 @@ from scale_core.comm.collectives import HOST, control_group, torch_group
 from scale_core.comm.group import Group
 from scale_core.comm.work import Work, start_work, wait_for
 from scale_core.errors import TransferError
-from scale_pipe.distributed.p2p.messages import ChunkSize, Failure, Message, Payload, Slot
+from scale_pipe.schedules.action import EVERY_MICRO_BATCH
 
 HEADER_LENGTH = 6  # int64: kind, bytes of the description, the three numbers of a ChunkSize, kind of the pass
 LARGEST_PACKED_BYTES = 1 << 17  # copying so many takes about as long as sending a message of its own
 
 _HEADER_BYTES = 8 * HEADER_LENGTH
 _ALIGNMENT = 64
+
+
+class Flow(StrEnum):
+    """The purpose of a transfer."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    SHARED = "gradient of a shared parameter"
+    SAMPLE = "one micro-batch's gradient of a shared parameter"
+    STATE = "state"
+    PROBE = "probe of the link"
+
+
+class Slot(NamedTuple):
+    """One transfer of a step, sent once; where both stages are on one rank it is handed over there."""
+
+    flow: Flow
+    name: str  # "" between neighbors, otherwise the name of the skip or of the shared parameter
+    source: int  # stage
+    target: int  # stage
+    micro_batch: int  # EVERY_MICRO_BATCH for messages once per step
+
+    def gradient_slot(self) -> Slot:
+        """The slot of the gradient of this activation."""
+        assert self.flow is Flow.ACTIVATION
+        return Slot(Flow.GRADIENT, self.name, self.target, self.source, self.micro_batch)
+
+    def __str__(self) -> str:
+        subject = f"{self.flow.value} {self.name!r}" if self.name else self.flow.value
+        batch = "" if self.micro_batch == EVERY_MICRO_BATCH else f", micro-batch {self.micro_batch}"
+        return f"{subject} of stage {self.source} for stage {self.target}{batch}"
+
+
+class ChunkSize(NamedTuple):
+    """The size of a micro-batch in its mini-batch, which every rank learns from the messages."""
+
+    samples: int  # of this micro-batch
+    total: int  # of the mini-batch
+    num_micro_batches: int
+
+    @property
+    def weight(self) -> float:
+        """The weight of this micro-batch's mean in the mean over the mini-batch."""
+        return self.samples / self.total if self.total else 1 / self.num_micro_batches
+
+
+WHOLE = ChunkSize(1, 1, 1)  # for messages that belong to no micro-batch
+
+
+class Payload(NamedTuple):
+    """A pytree taken apart by `stage.pack`, and the size of its micro-batch."""
+
+    structure: bytes
+    tensors: list[Tensor]
+    chunk_size: ChunkSize
+
+    def __str__(self) -> str:
+        metas = (f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in self.tensors)
+        return ", ".join(metas) or "no tensor"
+
+
+class Failure(NamedTuple):
+    """The reason for which a step is aborted; the same text on every rank."""
+
+    rank: int
+    stage: int  # -1 outside of all stages
+    micro_batch: int  # -1 outside of all micro-batches
+    action: str  # for example "the forward"
+    error_type: str
+    text: str
+    traceback: str
+    rank_lost: bool = False  # another rank can't be reached any more
+
+
+Message = Payload | Failure | ChunkSize
+"""A payload, a failure, or the size alone where the mini-batch has no such micro-batch."""
 
 
 class MessageKind(IntEnum):
@@ -119,6 +195,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
 
 
+def _memory_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [as_bytes(tensor) for tensor in tensors if tensor.numel()]
+
+
 def empty_like_meta(meta: TensorMeta, device: torch.device = HOST) -> Tensor:
     """Uninitialized memory for a tensor that will arrive."""
     return torch.empty_strided(meta.shape, meta.strides, dtype=meta.dtype, device=device)
@@ -143,6 +223,11 @@ def unpack_message(memory: Tensor, meta: PayloadMeta) -> list[Tensor]:
 
 
 _Works = list[tuple[int | None, Work]]
+
+
+def _start_works(operation: Callable[..., Work], parts: Iterable[Tensor], peer: int, tag: int = 0) -> _Works:
+    """Sends or receives the memory of each part, [num_bytes] uint8."""
+    return [start_work(peer, partial(operation, [part], peer, tag)) for part in parts]
 
 
 class _Posted(NamedTuple):
@@ -223,9 +308,7 @@ class P2PChannel:
         memory, tensors = torch.empty(size, dtype=torch.uint8), list[Tensor]()
         if expected is not None and not is_packed:
             tensors = [empty_like_meta(meta) for meta in expected.tensors]
-        recv, tag = self._host.recv, self._tags[slot]
-        parts = [memory, *(as_bytes(tensor) for tensor in tensors if tensor.numel())]
-        works = [start_work(peer, partial(recv, [part], peer, tag)) for part in parts]
+        works = _start_works(self._host.recv, [memory, *_memory_of(tensors)], peer, self._tags[slot])
         self._posted[slot] = _Posted(memory, works, tensors)
 
     def start_ahead(self, slot: Slot, peer: int) -> None:
@@ -286,20 +369,18 @@ class P2PChannel:
             tensors = unpack_message(posted.memory, meta) if meta.is_packed else posted.tensors
             return _Started(meta, tensors, [], chunk_size)
         tensors = [empty_like_meta(one) for one in meta.tensors]
-        recv, tag = self._host.recv, self._tags[slot]
-        works = [start_work(peer, partial(recv, [as_bytes(one)], peer, tag)) for one in tensors if one.numel()]
+        works = _start_works(self._host.recv, _memory_of(tensors), peer, self._tags[slot])
         return _Started(meta, tensors, works, chunk_size)
 
     def _receive_on_device(self, meta: PayloadMeta, peer: int) -> _OnDevice:
         tensors = [empty_like_meta(one, self.device) for one in meta.tensors]
-        recv = torch_group(self._group).recv
-        works = [start_work(peer, partial(recv, [as_bytes(one)], peer, 0)) for one in tensors if one.numel()]
-        return _OnDevice(tensors, works)
+        return _OnDevice(tensors, _start_works(torch_group(self._group).recv, _memory_of(tensors), peer))
 
     def _receive_bytes(self, slot: Slot, peer: int, length: int) -> bytes:
         content = bytearray(length)
         memory = torch.frombuffer(content, dtype=torch.uint8)
-        self._wait(slot, start_work(peer, partial(self._host.recv, [memory], peer, self._tags[slot])))
+        for work in _start_works(self._host.recv, [memory], peer, self._tags[slot]):
+            self._wait(slot, work)
         return bytes(content)
 
     # Sending.
@@ -335,16 +416,14 @@ class P2PChannel:
                 on_host += [torch.zeros(1, dtype=torch.uint8) for one in expected.tensors if one.num_bytes]
             if description:
                 on_host.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
-            wires = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
+            wires = _memory_of(tensors)
             if self._on_device:
                 on_device += wires
             else:
                 on_host += [wire.cpu() for wire in wires]
-        send, tag = self._host.send, self._tags[slot]
-        works = [start_work(peer, partial(send, [part], peer, tag)) for part in on_host]
+        works = _start_works(self._host.send, on_host, peer, self._tags[slot])
         if on_device:
-            send = torch_group(self._group).send
-            works += [start_work(peer, partial(send, [wire], peer, 0)) for wire in on_device]
+            works += _start_works(torch_group(self._group).send, on_device, peer)
         self._sent[slot] = peer, works, [*on_host, *on_device]  # The transport reads them until they have arrived.
 
     def release_sends(self, slots: Iterable[Slot]) -> None:
