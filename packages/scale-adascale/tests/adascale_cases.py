@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.amp import GradScaler
+from torch.optim import SGD, Optimizer
 
 from scale_adascale import AdaScale
 from scale_adascale.estimates import Average
@@ -148,3 +150,31 @@ def linear(bias: bool = False) -> nn.Linear:
 def two_steps(**kwargs: Any) -> AdaScale:
     """With two gradients to a step."""
     return AdaScale(SGD(linear().parameters(), lr=0.1), num_gradients_to_accumulate=2, **kwargs)
+
+
+def build(
+    num: int = 2, *, model: Any = None, kind: type[Optimizer] = SGD, lr: float = 0.1, **options: Any
+) -> tuple[Any, AdaScale]:
+    """A model, `net()` if none is given, and AdaScale around its optimizer, with `num` gradients to a step."""
+    model = net() if model is None else model
+    return model, AdaScale(kind(model.parameters(), lr=lr), num_gradients_to_accumulate=num, **options)
+
+
+def run_passes(model: nn.Module, seeds: Sequence[int], scaler: GradScaler | None = None) -> None:
+    """One backward pass for each micro-batch, of its part of the mean of their losses."""
+    for seed in seeds:
+        loss = loss_of(model, seed) / len(seeds)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def assert_gain(optimizer: AdaScale, seeds: Sequence[int], layers: slice = slice(None)) -> None:
+    """Compares the gain with the one of these micro-batches' gradients by layers of `net()`, each computed alone."""
+    plain = net()
+    gradients = gradients_of(plain, list(plain[layers].parameters()), seeds)
+    assert optimizer.gain() == pytest.approx(plain_gain(gradients, optimizer.scale), rel=1e-6)
+
+
+def assert_gain_of_passes(model: nn.Module, optimizer: AdaScale, seeds: Sequence[int]) -> None:
+    """Runs these passes and compares the gain, whatever was before."""
+    run_passes(model, seeds)
+    assert_gain(optimizer, seeds)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adascale_cases import backward, gradients_of, linear, loss_of, net, noise, plain_gain, plain_moments
+from adascale_cases import (
+    backward,
+    build,
+    gradients_of,
+    linear,
+    loss_of,
+    net,
+    noise,
+    plain_gain,
+    plain_moments,
+    run_passes,
+)
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +37,7 @@ def test_orthogonal_gradients_are_worth_the_scale(scale):
     assert optimizer.scale == (scale or 4.0)
 
 
-def test_the_gain_is_that_of_all_micro_batches_computed_one_by_one():
+def test_the_gain_is_that_of_micro_batches_computed_one_by_one():
     """Over several steps, in two groups of which one has a parameter that is never used, and another that is frozen."""
     model = net()
     model.register_parameter("unused", nn.Parameter(torch.ones(3)))
@@ -41,8 +52,7 @@ def test_the_gain_is_that_of_all_micro_batches_computed_one_by_one():
         here = [[param for param in group if param.requires_grad] for group in groups]
         rows = [plain_moments(gradients_of(model, group, seeds), 5.0) for group in here]
         averages = [a.updated(bounded(row), 0.9, debias=True) for a, row in zip(averages, rows, strict=True)]
-        for seed in seeds:
-            (loss_of(model, seed) / 3).backward()
+        run_passes(model, seeds)
         optimizer.step()
         optimizer.zero_grad()
         expected = [gain(average.moments, 5.0) for average in averages]
@@ -54,8 +64,7 @@ def test_the_gain_is_that_of_all_micro_batches_computed_one_by_one():
 def test_a_checkpointed_model_has_the_same_gain():
     gains = []
     for recompute in (False, True):
-        model = net()
-        optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+        model, optimizer = build()
         for seed in (1, 2):
             batch = noise(4, 5, seed=seed)
             out = checkpoint(model, batch, use_reentrant=False) if recompute else model(batch)
@@ -90,13 +99,11 @@ def test_sparse_complex_and_double_gradients_are_measured():
     assert optimizer.gain() == pytest.approx(plain_gain(rows, 2.0), rel=1e-6)
 
 
-def test_gradients_that_are_clipped_after_backward_have_the_same_gain():
-    model = net()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+def test_gradients_clipped_after_backward_have_the_same_gain():
+    model, optimizer = build()
     expected = plain_gain(gradients_of(model, list(model.parameters()), [1, 2]), 2.0)
     optimizer.zero_grad()  # What autograd.grad has brought was a pass, too.
-    for seed in (1, 2):
-        (loss_of(model, seed) / 2).backward()
+    run_passes(model, (1, 2))
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     assert norm > 1e-3
     assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
@@ -115,8 +122,7 @@ def test_a_step_is_that_of_the_inner_optimizer_with_the_gain():
     reference = SGD([groups[1], rest[1]], lr=0.1, momentum=0.9)
     for step in range(3):
         for each in (model, plain):
-            for seed in (2 * step, 2 * step + 1):
-                (loss_of(each, seed) / 2).backward()
+            run_passes(each, (2 * step, 2 * step + 1))
         for number, group in enumerate(reference.param_groups):
             group["lr"] = (0.2, 0.1)[number] * optimizer.gain(number)
         reference.step()
@@ -128,8 +134,7 @@ def test_a_step_is_that_of_the_inner_optimizer_with_the_gain():
 
 
 def test_progress_is_the_sum_of_the_gains():
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, smoothing=0.0)
+    model, optimizer = build(model=linear(), smoothing=0.0)
     total = 0.0
     for samples in ([[1.0, 0.0], [0.0, 1.0]], [[1.0, 4.0], [5.0, 0.5]]):
         backward(model, *samples)
@@ -160,7 +165,7 @@ def test_a_closure_runs_the_passes_of_its_step():
 
 @pytest.mark.parametrize("unscale", [False, True])
 @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ShardedGradScaler])
-def test_scaled_losses_have_the_gain_of_unscaled_ones_and_skipped_steps_count_as_nothing(scaler_class, unscale):
+def test_scaled_losses_keep_the_gain_and_skipped_steps_are_none(scaler_class, unscale):
     """A power of two changes no digit; in the third step a gradient is inf, and the scale halves."""
     scaler = scaler_class(init_scale=1024.0) if scaler_class is ShardedGradScaler else scaler_class("cpu", 1024.0)
     models = [net(), net()]
@@ -192,14 +197,13 @@ def test_scaled_losses_have_the_gain_of_unscaled_ones_and_skipped_steps_count_as
     assert all(torch.equal(a, b) for a, b in zip(*(m.parameters() for m in models), strict=True))
 
 
-def test_a_gain_that_is_asked_for_before_the_scalers_step_is_right_too():
+def test_a_gain_read_before_the_scalers_step_is_right():
     scaler, models = torch.amp.GradScaler("cpu", 4096.0), [net(), net()]
     optimizers = [AdaScale(SGD(m.parameters(), lr=0.1), num_gradients_to_accumulate=2) for m in models]
     optimizers[0].grad_scaler = scaler
     for step in range(3):
-        for seed in (2 * step, 2 * step + 1):
-            scaler.scale(loss_of(models[0], seed) / 2).backward()
-            (loss_of(models[1], seed) / 2).backward()
+        run_passes(models[0], (2 * step, 2 * step + 1), scaler)
+        run_passes(models[1], (2 * step, 2 * step + 1))
         assert optimizers[0].gain() == pytest.approx(optimizers[1].gain(), rel=1e-9)
         scaler.step(optimizers[0])
         scaler.update()
@@ -209,7 +213,7 @@ def test_a_gain_that_is_asked_for_before_the_scalers_step_is_right_too():
 
 
 @pytest.mark.fault(76)
-def test_gradients_that_are_no_numbers_leave_the_gain_and_warn_once():
+def test_nonfinite_gradients_leave_the_gain_and_warn_once():
     model = linear()
     optimizer = AdaScale(SGD(model.parameters(), lr=0.0), num_gradients_to_accumulate=2)
     backward(model, [1.0, 0.0], [0.0, 1.0])
@@ -224,7 +228,7 @@ def test_gradients_that_are_no_numbers_leave_the_gain_and_warn_once():
     assert optimizer.gain() == pytest.approx(2.0)
 
 
-def test_a_shorter_accumulation_at_the_end_of_an_epoch_is_measured_as_the_others():
+def test_a_shorter_accumulation_ending_an_epoch_is_measured():
     """Windows of four, four, two and four passes, at weights that do not move, with the lines that the guide says."""
     model = net()
     params = list(model.parameters())
@@ -235,8 +239,7 @@ def test_a_shorter_accumulation_at_the_end_of_an_epoch_is_measured_as_the_others
             optimizer.set_num_gradients_to_accumulate(passes)
             optimizer.set_scale(passes, update_estimate=False)
         mine = [next(seeds) for _ in range(passes)]
-        for seed in mine:
-            (loss_of(model, seed) / passes).backward()
+        run_passes(model, mine)
         plain = net()
         sample = plain_moments(gradients_of(plain, list(plain.parameters()), mine), passes)
         average = average.updated(bounded(sample), 1 - passes / 1000, debias=True)
@@ -247,7 +250,7 @@ def test_a_shorter_accumulation_at_the_end_of_an_epoch_is_measured_as_the_others
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
-def test_a_scaler_that_it_was_not_built_with_is_refused_before_its_step(kind):
+def test_a_scaler_it_was_not_built_with_is_refused_before_a_step(kind):
     """Also through functions that others have put in the place of `step`. One that is not enabled scales nothing."""
     options = {} if kind is ShardedGradScaler else {"device": "cpu"}
     scaler, off, model = kind(init_scale=64.0, **options), kind(enabled=False, **options), net()
@@ -265,7 +268,7 @@ def test_a_scaler_that_it_was_not_built_with_is_refused_before_its_step(kind):
     assert not torch.equal(model[0].weight, weight) and optimizer.progress == 1.0
 
 
-def test_after_loading_the_gain_before_the_first_step_is_right_too():
+def test_after_loading_the_gain_before_the_first_step_is_right():
     model, scaler = net(), torch.amp.GradScaler("cpu", 2.0**10)
 
     def build() -> AdaScale:
@@ -281,8 +284,7 @@ def test_after_loading_the_gain_before_the_first_step_is_right_too():
             optimizers.append(build())
             optimizers[1].load_state_dict(optimizers[0].state_dict())
         saved = optimizers[-1].gain()
-        for seed in (2 * number, 2 * number + 1):
-            scaler.scale(loss_of(model, seed) / 2).backward()
+        run_passes(model, (2 * number, 2 * number + 1), scaler)
         if number == 4:
             assert optimizers[1].gain() == optimizers[0].gain() != saved
         for optimizer in optimizers:
@@ -293,7 +295,7 @@ def test_after_loading_the_gain_before_the_first_step_is_right_too():
         assert optimizers[-1].gain() == optimizers[0].gain() > 1
 
 
-def test_a_step_that_others_have_wrapped_has_the_gain_of_unscaled_losses():
+def test_a_step_others_wrapped_has_the_gain_of_unscaled_losses():
     """While the scale grows at each step."""
     models, scaler = [net(), net()], torch.amp.GradScaler("cpu", 2.0**10, growth_interval=1)
     scaled, plain = (
@@ -303,9 +305,8 @@ def test_a_step_that_others_have_wrapped_has_the_gain_of_unscaled_losses():
     step = scaled.step
     scaled.step = lambda *args, **kwargs: step(*args, **kwargs)
     for number in range(4):
-        for seed in (2 * number, 2 * number + 1):
-            scaler.scale(loss_of(models[0], seed) / 2).backward()
-            (loss_of(models[1], seed) / 2).backward()
+        run_passes(models[0], (2 * number, 2 * number + 1), scaler)
+        run_passes(models[1], (2 * number, 2 * number + 1))
         scaler.step(scaled)
         scaler.update()
         plain.step()
@@ -315,7 +316,7 @@ def test_a_step_that_others_have_wrapped_has_the_gain_of_unscaled_losses():
     assert scaler.get_scale() == 2.0**14
 
 
-def test_a_step_that_the_scaler_skips_warns_of_nothing_whoever_asks_for_the_gain():
+def test_a_step_the_scaler_skips_warns_nobody_who_reads_the_gain():
     """Warnings are errors here. The first step of a training is skipped often."""
     model, scaler = net(), torch.amp.GradScaler("cpu", 2.0**10)
     optimizer = AdaScale(

@@ -20,7 +20,7 @@ def test_its_names_are_those_that_it_says() -> None:
         assert getattr(scale_adascale, name).__module__ == "scale_adascale"
 
 
-def test_importing_it_starts_nothing_and_needs_no_other_technique() -> None:
+def test_importing_it_starts_nothing_and_imports_no_technique() -> None:
     run = subprocess.run(
         [sys.executable, "-c", IMPORT_AND_LIST], capture_output=True, text=True, timeout=600, check=True
     )

@@ -43,7 +43,7 @@ def test_of_what_ranks_with_other_data_share_each_reads_some() -> None:
     assert info.local_weights.tolist() == info.total_weights.tolist() == [1.0] * 3
 
 
-def test_each_rank_reads_a_part_of_long_gradients_and_short_ones_are_dealt_out() -> None:
+def test_ranks_read_parts_of_long_gradients_and_share_short_ones() -> None:
     longs, short = [nn.Parameter(torch.empty(2**17)) for _ in range(2)], [nn.Parameter(torch.ones(5)) for _ in range(6)]
     found = [
         param_info_of(SGD([*short, *longs], lr=0.1), Group(rank, 3, None, "fake", (0, 1, 2)), Group()).portions
@@ -55,7 +55,7 @@ def test_each_rank_reads_a_part_of_long_gradients_and_short_ones_are_dealt_out()
     assert all(readers.count((0, 1)) == 1 for readers in list(zip(*found, strict=True))[:6])
 
 
-def test_a_info_is_for_these_parameters_in_these_groups_and_for_whoever_reduces_them() -> None:
+def test_an_info_is_for_these_parameters_groups_and_reductions() -> None:
     one, two, three = params()
     optimizer = SGD([one, two], lr=0.1)
     seen = [key_of(optimizer)]
@@ -133,7 +133,7 @@ def test_the_directions_beside_data_are_found():
         piece(Axis(COLUMN, Placement.SHARD), Axis(ROW, Placement.SHARD), reported=True),  # The same, sharded.
     ],
 )
-def test_ranks_of_tensor_parallelism_are_not_taken_for_those_with_other_data(param):
+def test_tensor_parallel_ranks_are_no_data_parallel_ranks(param):
     with pytest.raises(ValueError, match=r"'up\.weight' is divided over.*too small a gain.*process_group=the data"):
         norm_weights(param, param, WORLD, NOBODY)
 
@@ -159,13 +159,13 @@ def fake(*ranks: int) -> Group:
     return Group(0, len(ranks), None, "fake", ranks)
 
 
-def test_without_a_pipeline_all_have_other_data_and_the_whole_model() -> None:
+def test_without_a_pipeline_all_have_other_data_and_all_layers() -> None:
     optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     assert data_group_of(optimizer, None) == group_of()
     assert model_group_of(optimizer, Group(), None) == Group()
 
 
-def test_the_ranks_of_a_pipeline_have_other_parts_of_the_model_if_they_have_parameters() -> None:
+def test_pipeline_ranks_with_parameters_have_other_layers() -> None:
     pipeline = fake(0, 3, 5)
     model, optimizer = announced(pipeline)
     assert model_group_of(optimizer, Group(), None) is pipeline
@@ -175,7 +175,7 @@ def test_the_ranks_of_a_pipeline_have_other_parts_of_the_model_if_they_have_para
     assert model_group_of(optimizer, Group(), None) == Group()
 
 
-def test_what_is_given_is_taken_unless_it_has_other_stages_of_the_pipeline(monkeypatch) -> None:
+def test_a_given_group_is_taken_unless_it_has_other_stages(monkeypatch) -> None:
     model, optimizer = announced(fake(0, 3))
     monkeypatch.setattr("scale_adascale.measurement.param_info.group_of", lambda given, *axes: given)
     replicas = fake(0, 1)
@@ -186,7 +186,7 @@ def test_what_is_given_is_taken_unless_it_has_other_stages_of_the_pipeline(monke
     del model
 
 
-def test_where_all_ranks_are_those_of_one_pipeline_none_has_other_data(monkeypatch) -> None:
+def test_where_all_ranks_are_one_pipeline_none_has_other_data(monkeypatch) -> None:
     model, optimizer = announced(fake(0, 1))
     monkeypatch.setattr("scale_adascale.measurement.param_info.group_of", lambda given, *axes: fake(0, 1))
     assert data_group_of(optimizer, None) == Group()

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from adascale_cases import backward, linear, net, noise, two_steps
+from adascale_cases import backward, build, linear, noise, two_steps
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from scale_adascale import AdaScale, AdaScaleOptions
+from scale_adascale import AdaScale, AdaScaleOptions, AdaScaleWrapper, fit_speed, until_steps
 from scale_core.hooks.autograd import register_post_backward
-from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import LossShare
 
 
-def test_reentrant_checkpoints_that_make_several_passes_of_one_are_refused_by_name():
-    model = net()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
+def test_reentrant_checkpoints_of_several_passes_are_refused():
+    model, optimizer = build(1)
     batch = noise(4, 5, seed=1).requires_grad_()
     hidden = checkpoint(model[:2], batch, use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"but 2 came.*reentrant checkpoint: use_reentrant=False"):
@@ -27,9 +27,8 @@ def test_reentrant_checkpoints_that_make_several_passes_of_one_are_refused_by_na
     assert optimizer.progress == 0.0
 
 
-def test_the_pass_of_a_reentrant_checkpoint_that_ends_before_gradients_are_averaged_is_refused():
-    model = net()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
+def test_a_reentrant_pass_that_ends_before_averaging_is_refused():
+    model, optimizer = build(1)
     out = checkpoint(model, noise(4, 5, seed=1).requires_grad_(), use_reentrant=True)
     # As what averages gradients at the end of the pass around it.
     out.register_hook(lambda _: register_post_backward(lambda: None, lambda: None))
@@ -38,9 +37,8 @@ def test_the_pass_of_a_reentrant_checkpoint_that_ends_before_gradients_are_avera
     assert optimizer.progress == 0.0
 
 
-def test_a_step_before_the_last_pass_is_refused_and_says_how_many_came():
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=3)
+def test_a_step_before_the_last_pass_is_refused_with_the_count():
+    model, optimizer = build(3, model=linear())
     with pytest.raises(RuntimeError, match=r"Don't step without finishing backward.*expected 3 .* got 0"):
         optimizer.step()
     backward(model, [1.0, 0.0], [0.0, 1.0])
@@ -50,9 +48,8 @@ def test_a_step_before_the_last_pass_is_refused_and_says_how_many_came():
     assert torch.equal(model.weight, weight)
 
 
-def test_a_shorter_accumulation_at_the_end_of_an_epoch_is_named_and_what_the_error_says_mends_it():
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=3)
+def test_the_error_of_a_shorter_accumulation_says_what_mends_it():
+    model, optimizer = build(3, model=linear())
     backward(model, [1.0, 0.0], [0.0, 1.0])
     words = (
         r"last accumulation of an epoch is shorter.*set_num_gradients_to_accumulate\(2\) and "
@@ -60,8 +57,7 @@ def test_a_shorter_accumulation_at_the_end_of_an_epoch_is_named_and_what_the_err
     )
     with pytest.raises(RuntimeError, match=words):
         optimizer.step()
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=3)
+    model, optimizer = build(3, model=linear())
     optimizer.set_num_gradients_to_accumulate(2)
     optimizer.set_scale(optimizer.scale * 2 / 3, update_estimate=False)
     backward(model, [1.0, 0.0], [0.0, 1.0], divisor=2)
@@ -70,8 +66,7 @@ def test_a_shorter_accumulation_at_the_end_of_an_epoch_is_named_and_what_the_err
 
 
 def test_a_step_to_which_ranks_contribute_unequally_is_refused(monkeypatch):
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    model, optimizer = build(model=linear())
     backward(model, [1.0, 0.0], [0.0, 1.0])
     monkeypatch.setattr("scale_core.uneven_inputs.active_share", LossShare(weight=0.0, divisor=1))
     with pytest.raises(RuntimeError, match=r"under join\(\) .* run out of data.*optimizer\.unhook\(\)"):
@@ -81,8 +76,7 @@ def test_a_step_to_which_ranks_contribute_unequally_is_refused(monkeypatch):
 
 
 def test_a_pass_too_many_is_refused_and_says_how_many_came():
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    model, optimizer = build(model=linear())
     with pytest.raises(RuntimeError, match=r"expected 2 backward passes between two steps, but 3 came"):
         backward(model, [1.0, 0.0], [0.0, 1.0], [1.0, 1.0])
     assert optimizer.progress == 0.0
@@ -100,16 +94,14 @@ def test_a_pass_too_many_is_refused_and_says_how_many_came():
     ],
 )
 def test_between_the_passes_of_a_step_nothing_may_change(method, args, words):
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    model, optimizer = build(model=linear())
     backward(model, [1.0, 0.0])
     with pytest.raises(RuntimeError, match=rf"{words}: {method}\(\).*1 of 2"):
         getattr(optimizer, method)(*args)
 
 
 def test_gradients_that_were_not_divided_are_refused():
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, is_scaled_loss=False)
+    model, optimizer = build(model=linear(), is_scaled_loss=False)
     with pytest.raises(RuntimeError, match=r"expected 2 gradients to divide by, but 0 came"):
         optimizer.scale_grad_by_num_grads_to_accum()
     backward(model, [1.0, 0.0], [0.0, 1.0])
@@ -121,7 +113,7 @@ def test_gradients_that_were_not_divided_are_refused():
     optimizer.step()
 
 
-def test_gradients_whose_losses_were_divided_are_not_divided_again():
+def test_gradients_of_divided_losses_are_not_divided_again():
     optimizer = two_steps()
     with pytest.raises(RuntimeError, match="Must use unscaled loss"):
         optimizer.scale_grad_by_num_grads_to_accum()
@@ -167,18 +159,15 @@ def test_a_number_of_gradients_may_be_any_whole_number():
     assert AdaScale(SGD(linear().parameters(), lr=0.1), num_gradients_to_accumulate=torch.tensor(2)).scale == 2.0
 
 
-def built_with_a_dtensor():
+@pytest.mark.ranks(1)
+def test_a_parameter_that_torch_itself_divides_is_refused():
     model = linear()
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
-    AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
-
-
-def test_a_parameter_that_torch_itself_divides_is_refused():
     with pytest.raises(TypeError, match=r"parameter 0 of shape \(2, 2\) as a DTensor.*scale_fsdp\.fully_shard"):
-        run_ranks(built_with_a_dtensor, 1)
+        AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
 
 
-def test_an_optimizer_that_computes_several_gradients_in_a_step_is_refused():
+def test_an_optimizer_of_several_gradients_in_a_step_is_refused():
     with pytest.raises(TypeError, match="got LBFGS, which computes several in each step"):
         AdaScale(torch.optim.LBFGS(linear().parameters()), num_gradients_to_accumulate=2)
 
@@ -196,3 +185,29 @@ def test_ranks_without_a_process_group_do_not_train_alone(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match=r"this is one of 2 ranks .* torch.distributed is not initialized"):
         AdaScale(SGD(nn.Linear(2, 1).parameters(), lr=0.1))
+
+
+def test_a_wrong_argument_is_named_before_the_optimizer_changes() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    before = set(vars(optimizer))
+    scaled = AdaScale(SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+        (AdaScale, (optimizer,), {"is_scaled_loss": "false"}, "; write is_scaled_loss=False"),
+        (AdaScale, (optimizer,), {"debias_ewma": None}, "AdaScale: expected debias_ewma to be a bool, got None"),
+        (AdaScaleOptions, (), {"grad_scaler": 1.0}, "AdaScaleOptions: expected grad_scaler to be a GradScaler or None"),
+        (AdaScale, (optimizer,), {"power": 1.0}, r"write options=AdaScaleOptions\(power=...\)"),
+        (
+            AdaScaleWrapper,
+            (model.parameters(),),
+            {"optim_cls": optimizer},
+            "expected optim_cls to be a class, got SGD; write SGD for",
+        ),
+        (until_steps, ("text", scaled, 1), {}, "until_steps: expected batches to be a collection"),
+        (fit_speed, ([0.1],), {}, "fit_speed: expected seconds to be a mapping, got list of float"),
+    ]
+    for call, args, kwargs, text in wrong:
+        with pytest.raises(TypeError, match=text):
+            call(*args, **kwargs)
+    assert vars(optimizer).keys() == before and not any(param._backward_hooks for param in model.parameters())
+    assert AdaScale(AdamW(model.parameters()), options=AdaScaleOptions(preconditioned=0)).gain() >= 1  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def test_the_suggestion_is_the_best_of_all_candidates():
     assert abs(best.batch_size - (0.48 * 400 / (0.04 / 128)) ** 0.5) < 64
 
 
-def test_without_noise_the_smallest_batch_is_best_where_time_grows_with_it():
+def test_without_noise_the_smallest_batch_is_best_if_time_grows():
     assert suggest_batch_size({32: 1.0, 64: 2.0}, noise=0, base_batch_size=32).batch_size == 32
 
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 import torch
-from adascale_cases import backward, linear, loss_of, net
+from adascale_cases import backward, build, linear, net, run_passes
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -23,8 +23,7 @@ def test_a_training_that_is_saved_and_loaded_goes_on_to_the_bit(kind):
 
     def train(model: nn.Module, optimizer: AdaScale, steps: range) -> None:
         for step in steps:
-            for seed in (2 * step, 2 * step + 1):
-                (loss_of(model, seed) / 2).backward()
+            run_passes(model, (2 * step, 2 * step + 1))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -45,7 +44,7 @@ def test_a_training_that_is_saved_and_loaded_goes_on_to_the_bit(kind):
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def test_the_state_of_the_inner_optimizer_alone_loads_and_the_gain_begins_anew():
+def test_the_inner_optimizers_state_loads_and_gains_start_anew():
     model = linear()
     plain = SGD(model.parameters(), lr=0.3, momentum=0.9)
     backward(model, [1.0, 0.0])
@@ -74,7 +73,7 @@ def sample(variance: float, square: float) -> list[Moments | None]:
     return [Moments(variance, square), Moments(2 * variance, square)]
 
 
-def test_a_group_that_was_not_measured_keeps_its_average_and_others_go_on():
+def test_a_group_not_measured_keeps_its_average_and_others_go_on():
     before = Estimates.empty(2).updated(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False)
     after = before.updated([None, Moments(0.0, 5.0)], 0.5, debias=True, preconditioned=False)
     assert after.groups[0] == before.groups[0] and after.groups[1] != before.groups[1]
@@ -82,7 +81,7 @@ def test_a_group_that_was_not_measured_keeps_its_average_and_others_go_on():
     assert Estimates.empty(2).has_begun is False and before.has_begun is True
 
 
-def test_what_was_measured_in_the_other_way_is_forgotten_and_progress_is_not():
+def test_averages_measured_the_other_way_go_and_progress_stays():
     raw = Estimates.empty(2).updated(sample(3.0, 1.0), 0.5, debias=True, preconditioned=False).with_progress(1.5)
     for first, second in ((False, True), (True, False)):
         old = raw.updated(sample(7.0, 2.0), 0.5, debias=True, preconditioned=first)
@@ -91,7 +90,7 @@ def test_what_was_measured_in_the_other_way_is_forgotten_and_progress_is_not():
         assert new.groups == fresh.groups and new.noise == fresh.noise and new.progress == 1.5
 
 
-def test_they_survive_in_parameter_groups_and_what_is_loaded_there_is_read_again():
+def test_averages_stay_in_param_groups_and_are_read_after_loads():
     optimizer, other = (SGD([{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)], lr=0.1) for _ in range(2))
     state = EstimatorState(optimizer)
     estimates = Estimates.empty(2).updated(sample(3.0, 1.0), 0.5, debias=True, preconditioned=True).with_progress(1.5)
@@ -105,9 +104,8 @@ def test_they_survive_in_parameter_groups_and_what_is_loaded_there_is_read_again
 
 
 @pytest.mark.parametrize("key, row", [("adascale", [1.0, 2.0, 3.0]), ("adascale", None), ("adascale_run", {"a": 1})])
-def test_a_state_in_the_form_of_an_older_version_is_refused_before_anything_is_loaded(key, row):
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+def test_an_older_versions_state_is_refused_before_loading(key, row):
+    model, optimizer = build(model=linear())
     backward(model, [1.0, 4.0], [5.0, 0.5])
     optimizer.step()
     before = optimizer.gain(), optimizer.progress

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from adascale_cases import backward, linear, noise, two_steps
+from adascale_cases import backward, build, linear, noise, two_steps
 from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -45,9 +45,8 @@ def test_fairscales_golden_gains_hold_with_accumulation(steps, expected, is_scal
 
 @pytest.mark.parametrize("is_scaled_loss", [True, False])
 @pytest.mark.parametrize("number, expected", [(3, 2.141385737279438), (6, 2.9927880097754036), (9, 3.4461759591877312)])
-def test_fairscales_golden_gains_hold_when_the_accumulation_grows(number, expected, is_scaled_loss):
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, is_scaled_loss=is_scaled_loss)
+def test_fairscales_golden_gains_hold_when_accumulation_grows(number, expected, is_scaled_loss):
+    model, optimizer = build(model=linear(), is_scaled_loss=is_scaled_loss)
 
     def step(*samples: list[float], divisor: float) -> None:
         backward(model, *samples, divisor=divisor * (len(samples) if is_scaled_loss else 1))
@@ -133,8 +132,7 @@ def test_a_checkpoint_of_fairscales_adascale_loads():
 
 
 def test_a_state_that_is_refused_leaves_everything_as_it_was():
-    model = linear()
-    optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
+    model, optimizer = build(model=linear())
     backward(model, [1.0, 4.0], [5.0, 0.5])
     optimizer.step()
     optimizer.zero_grad()
@@ -150,7 +148,7 @@ def test_a_state_that_is_refused_leaves_everything_as_it_was():
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_fairscales_averages_are_taken_out_of_a_copy_and_the_rest_stays():
+def test_fairscales_averages_leave_a_copy_and_the_others_stay():
     state = {"grad_sqr_avg": [1.0, 2.0], "grad_var_avg": [3.0, 4.0], "grad_var_avg_unbias": [0.1, 0.2]}
     saved: dict[str, Any] = {"state": {0: {"momentum": 5}, "adascale": state}, "param_groups": [{}, {}]}
     own, averages = without_fairscale(saved, 2)

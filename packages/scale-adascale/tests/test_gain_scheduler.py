@@ -115,7 +115,7 @@ def test_a_scheduler_that_is_loaded_goes_on_where_it_was():
 
 
 @pytest.mark.parametrize("steps", range(9, 14))
-def test_a_training_by_one_cycle_comes_to_its_end_wherever_its_last_step_leads(steps):
+def test_one_cycle_ends_wherever_its_last_step_leads(steps):
     model, optimizer = build(8)
     scheduler = GainScheduler(OneCycleLR(optimizer, 0.01, total_steps=steps, cycle_momentum=False), optimizer)
     batches = until_steps([noise(3, 2, seed=seed) for seed in range(16)], optimizer, steps=steps)
@@ -176,7 +176,7 @@ def test_what_follows_a_schedule_that_ends_has_its_turn():
     assert (cycle.last_epoch, rest.last_epoch, scheduler.state_dict()["count"]) == (3, 16, 20)
 
 
-def test_a_schedule_of_which_its_end_is_said_is_left_alone_after_it():
+def test_a_schedule_with_a_given_end_is_left_alone_after_it():
     model, optimizer = build()
     rates = [1.0, 0.5, 0.25]
     scheduler = GainScheduler(LambdaLR(optimizer, rates.__getitem__), optimizer, steps_per_call=2, total_steps=3)

@@ -18,14 +18,14 @@ from scale_adascale.measurement.gradient_checks import (
 from scale_core.comm.group import Group
 
 
-def test_gradients_of_which_nothing_is_known_are_zero_if_their_elements_are() -> None:
+def test_unknown_gradients_are_zero_if_their_elements_are() -> None:
     for zeros in (torch.zeros(3), torch.zeros(3).to_sparse(), torch.zeros(3, dtype=torch.complex64), None):
         assert are_zero([None, zeros])
     assert not are_zero([torch.zeros(3), torch.tensor([0.0, 1e-45])])
     assert not are_zero([torch.eye(3).to_sparse()])
 
 
-def test_zeros_that_were_written_are_not_looked_at_until_they_change() -> None:
+def test_written_zeros_are_not_looked_at_until_they_change() -> None:
     grad = torch.zeros(3)
     zeros = versions_of([grad])
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_sparse_gradients_have_versions_too() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_gradient_that_was_changed_or_cleared_is_known_and_with_others_only_one_that_was_cleared(alone) -> None:
+def test_changed_gradients_are_known_with_others_only_cleared(alone) -> None:
     one, other, late = torch.ones(3), torch.ones(2), torch.ones(4)
     before = versions_of([one, None, other])
     assert not were_changed(before, [one, late, other], alone=alone, pass_failed=False)  # A layer used since then.
@@ -57,7 +57,7 @@ def test_a_gradient_that_was_changed_or_cleared_is_known_and_with_others_only_on
     assert were_changed(before, [one, None, other], alone=alone, pass_failed=True)
 
 
-def test_a_gradient_has_come_if_it_is_neither_that_of_the_last_step_nor_the_zeros_that_were_written() -> None:
+def test_a_gradient_is_new_unless_last_steps_or_written_zeros() -> None:
     grad = torch.ones(3)
     assert has_new([grad], (), ()) and not has_new([None], (), ())
     of_step = versions_of([grad])
@@ -113,7 +113,7 @@ def test_equal_gradients_give_zero_and_one_other_bit_does_not(size, dtype):
     assert total(size, [grad] * size, [7] * (size - 1) + [8]) != 0.0
 
 
-def test_two_stages_of_two_replicas_are_other_parts_in_any_order_of_ranks():
+def test_two_stages_of_two_replicas_are_parts_in_any_rank_order():
     one, two = torch.ones(3), torch.full((3,), 1.5)
     for order in ([one, two, one, two], [one, one, two, two], [one, two, two, one]):
         assert total(4, order, [0] * 4) != 0.0
@@ -123,21 +123,21 @@ def bits(grads: list[torch.Tensor], look: int) -> int:
     return int(bit_checksum(grads, torch.device("cpu"), step=look))
 
 
-def test_a_gradient_that_is_sparse_or_has_no_order_in_memory_has_bits_too():
+def test_sparse_and_unordered_gradients_have_bits_too():
     dense = torch.arange(12.0).reshape(4, 3)
     for look in (WHOLE, SOME):
         expected = bits([dense], look)
         assert bits([dense.T.contiguous().T], look) == bits([dense.to_sparse(1)], look) == expected
 
 
-def test_all_gradients_are_looked_at_whatever_their_dtypes_and_those_of_zeros_are_as_none():
+def test_gradients_of_all_dtypes_are_read_and_zeros_are_as_none():
     table, head = torch.zeros(10, 300), torch.arange(3.0).bfloat16()
     for look in (WHOLE, SOME):
         assert bits([table, head], look) == bits([head], look) != bits([table, head + 1], look)
         assert bits([table], look) == bits([], look) == 0
 
 
-def test_the_first_steps_look_at_all_elements_and_later_ones_at_each_in_its_turn():
+def test_first_steps_read_all_elements_and_later_ones_take_turns():
     table = torch.zeros(10, 300)
     table[7, 5] = 1.0
     assert all(bits([table], look) for look in range(8))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from adascale_cases import gradients_of, loss_of, net, plain_gain
+from adascale_cases import assert_gain, assert_gain_of_passes, build, gradients_of, loss_of, net, plain_gain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +19,7 @@ from scale_adascale.measurement.local_grad_norms import (
     has_later_hook,
     has_post_accumulate_hook,
 )
-from scale_adascale.squared_norms import sum_of_squares
+from scale_adascale.squared_norms import inner_product, part_of, sum_of_squares
 from scale_core.comm.group import Group
 from scale_core.hooks.gradients import has_local_grad_hooks
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted, register_pipeline
@@ -34,7 +34,7 @@ def test_nobody_is_told_of_gradients_once_an_adascale_is_gone() -> None:
     assert not has_local_grad_hooks()
 
 
-def test_a_module_that_is_in_two_reentrant_checkpoints_of_one_pass_is_refused_by_name() -> None:
+def test_a_module_in_two_reentrant_checkpoints_is_named() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
     hidden = torch.ones(4, 3, requires_grad=True)
@@ -55,11 +55,6 @@ def test_hooks_of_another_adascale_are_nobody_elses() -> None:
     assert both[0].gain() == both[1].gain() > 1
 
 
-def sampled(num: int = 2) -> tuple[nn.Sequential, AdaScale]:
-    model = net()
-    return model, AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=num)
-
-
 def in_passes(model: nn.Sequential, step: MicrobatchStep, seeds: dict[int, int], share: float) -> None:
     """The gradients of several samples, layer after layer and not sample after sample."""
     losses = {sample: loss_of(model, seed) * share for sample, seed in seeds.items()}
@@ -69,21 +64,24 @@ def in_passes(model: nn.Sequential, step: MicrobatchStep, seeds: dict[int, int],
                 loss.backward(inputs=list(layer.parameters()), retain_graph=True)
 
 
-def test_a_step_that_is_announced_is_measured_by_its_samples_whatever_passes_it_has() -> None:
-    model, optimizer = sampled(4)
+def announced_step(model: nn.Sequential, seeds: dict[int, int], share: float) -> None:
+    """A step of two samples."""
+    step = MicrobatchStep(model.parameters())
+    step.begin()
+    in_passes(model, step, seeds, share)
+    step.end([0.5] * 2)
+
+
+def test_an_announced_step_is_measured_by_samples_in_any_passes() -> None:
+    model, optimizer = build(4)
     for seeds in ({0: 1, 1: 2}, {0: 3, 1: 4}):
-        step = MicrobatchStep(model.parameters())
-        step.begin()
-        in_passes(model, step, seeds, 0.25)
-        step.end([0.5] * 2)
-    other = net()
-    gradients = gradients_of(other, list(other.parameters()), [1, 2, 3, 4])
-    assert optimizer.gain() == pytest.approx(plain_gain(gradients, 4.0), rel=1e-6)
+        announced_step(model, seeds, 0.25)
+    assert_gain(optimizer, [1, 2, 3, 4])
     optimizer.step()
 
 
 def test_a_step_that_is_aborted_counts_as_nothing() -> None:
-    model, optimizer = sampled(4)
+    model, optimizer = build(4)
     gains = []
     for fails in (False, True):
         for seeds in ({0: 1, 1: 2}, {0: 3, 1: 4}):
@@ -95,17 +93,14 @@ def test_a_step_that_is_aborted_counts_as_nothing() -> None:
                 step.fail()
                 for param, grad in zip(model.parameters(), before, strict=True):
                     param.grad = grad
-            step = MicrobatchStep(model.parameters())
-            step.begin()
-            in_passes(model, step, seeds, 0.25)
-            step.end([0.5] * 2)
+            announced_step(model, seeds, 0.25)
         gains.append(optimizer.gain())
         optimizer.zero_grad()
     assert gains[0] == gains[1] > 1
 
 
-def test_more_samples_than_were_said_are_refused_and_those_before_them_stay() -> None:
-    model, optimizer = sampled(2)
+def test_more_samples_than_announced_are_refused_and_others_stay() -> None:
+    model, optimizer = build()
     step = MicrobatchStep(model.parameters())
     step.begin()
     in_passes(model, step, {0: 1, 1: 2, 2: 3}, 0.5)
@@ -114,18 +109,13 @@ def test_more_samples_than_were_said_are_refused_and_those_before_them_stay() ->
     ):
         step.end([1 / 3] * 3)
     model.zero_grad()
-    step = MicrobatchStep(model.parameters())
-    step.begin()
-    in_passes(model, step, {0: 1, 1: 2}, 0.5)
-    step.end([0.5] * 2)
-    other = net()
-    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
-    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    announced_step(model, {0: 1, 1: 2}, 0.5)
+    assert_gain(optimizer, [1, 2])
 
 
 @pytest.mark.parametrize("leaves_one_out", [False, True])
-def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of(leaves_one_out: bool) -> None:
-    model, optimizer = sampled(2)
+def test_a_gradient_that_comes_in_parts_is_published_as_a_sum(leaves_one_out: bool) -> None:
+    model, optimizer = build()
     weight = model[2].weight
     for seeds in ((3, 4), (1, 2)) if leaves_one_out else ((1, 2),):
         model.zero_grad()
@@ -138,25 +128,21 @@ def test_a_gradient_that_comes_in_parts_is_the_sum_that_is_told_of(leaves_one_ou
                 (loss_of(model, seed) / 2).backward(inputs=list(model[0].parameters()))
             step.report_grad(weight, torch.autograd.grad(loss_of(model, seed) / 2, weight)[0])
         step.end([0.5] * 2)
-    other = net()
-    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
-    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    assert_gain(optimizer, [1, 2])
 
 
 def test_what_counts_elsewhere_does_not_count_here() -> None:
-    model, optimizer = sampled(2)
+    model, optimizer = build()
     first = list(model[0].parameters())
     step = MicrobatchStep(model.parameters(), first, first)
     step.begin()
     in_passes(model, step, {0: 1, 1: 2}, 0.5)
     step.end([0.5] * 2)
-    other = net()
-    expected = plain_gain(gradients_of(other, list(other[2].parameters()), [1, 2]), 2.0)
-    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    assert_gain(optimizer, [1, 2], slice(2, 3))
 
 
 def test_a_step_of_other_parameters_is_nobody_elses() -> None:
-    model, optimizer = sampled(2)
+    model, optimizer = build()
     step = MicrobatchStep(net().parameters())
     step.begin()
     assert not step.has_observers
@@ -168,7 +154,7 @@ def test_a_step_of_other_parameters_is_nobody_elses() -> None:
 
 
 def test_a_gradient_of_no_sample_and_two_of_one_are_refused() -> None:
-    model, _optimizer = sampled(2)
+    model, _optimizer = build()
     step = MicrobatchStep(model.parameters())
     step.begin()
     with pytest.raises(RuntimeError, match="between the backward passes of a pipeline's step"):
@@ -180,7 +166,7 @@ def test_a_gradient_of_no_sample_and_two_of_one_are_refused() -> None:
     step.fail()
 
 
-def test_a_rank_whose_parameters_are_all_frozen_counts_the_samples_of_a_step_that_is_announced() -> None:
+def test_a_rank_of_frozen_parameters_counts_announced_samples() -> None:
     model = net().requires_grad_(False)
     others = Group(0, 2, None, "fake", (0, 1))
     with pytest.raises(ValueError, match="expected a parameter that is not frozen on each of the ranks"):
@@ -199,7 +185,7 @@ def test_a_rank_whose_parameters_are_all_frozen_counts_the_samples_of_a_step_tha
 
 def test_samples_of_unequal_size_tell_of_noise_what_they_know() -> None:
     """Of L = sum |w g|^2 and T = |sum w g|^2 the means are mu^2 W + s^2 and mu^2 + s^2, with W = sum w^2."""
-    model, optimizer = sampled(3)
+    model, optimizer = build(3)
     weights = [0.5, 0.3, 0.2]
     step = MicrobatchStep(model.parameters())
     step.begin()
@@ -219,10 +205,10 @@ def test_samples_of_unequal_size_tell_of_noise_what_they_know() -> None:
     assert abs(expected - plain_gain(rows, 3.0)) > 1e-3
 
 
-def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> None:
+def test_a_refused_step_leaves_its_rank_as_where_it_began() -> None:
     """One model stands for each rank; gradients are put back in other tensors, as pipelines do."""
     for refuses in (False, True):
-        model, optimizer = sampled(4)
+        model, optimizer = build(4)
         first = MicrobatchStep(model.parameters())
         first.begin()
         in_passes(model, first, {0: 1, 1: 2}, 0.25)
@@ -243,17 +229,15 @@ def test_a_step_that_is_refused_leaves_its_rank_as_those_where_it_began() -> Non
         third.begin()
         in_passes(model, third, {0: 3, 1: 4}, 0.25)
         third.end([0.5] * 2)
-        other = net()
-        expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2, 3, 4]), 4.0)
-        assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+        assert_gain(optimizer, [1, 2, 3, 4])
     fourth = MicrobatchStep(model.parameters())
     with pytest.raises(RuntimeError, match="but another step of the pipeline began after them"):
         fourth.begin()
     optimizer.zero_grad()
 
 
-def test_measuring_can_not_end_in_the_middle_of_a_step_that_is_announced() -> None:
-    model, optimizer = sampled(2)
+def test_measuring_can_not_end_within_an_announced_step() -> None:
+    model, optimizer = build()
     step = MicrobatchStep(model.parameters())
     step.begin()
     assert [terms.words for terms in step.terms] == ["1 parameter group after 0 of 2 passes"]
@@ -267,20 +251,16 @@ def test_measuring_can_not_end_in_the_middle_of_a_step_that_is_announced() -> No
 
 
 def test_a_parameter_that_takes_the_place_of_another_is_measured() -> None:
-    model, optimizer = sampled(2)
+    model, optimizer = build()
     model[0].weight = new = nn.Parameter(model[0].weight.detach().clone())
     optimizer.param_groups[0]["params"][0] = new
     optimizer.zero_grad()
-    for seed in (1, 2):
-        (loss_of(model, seed) / 2).backward()
-    other = net()
-    expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
-    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    assert_gain_of_passes(model, optimizer, (1, 2))
 
 
 def test_gradients_that_are_only_asked_for_are_of_no_pass() -> None:
     """As those of a gradient penalty, which torch.autograd.grad returns and adds to no parameter."""
-    model, optimizer = sampled(2)
+    model, optimizer = build()
     params = list(model.parameters())
     for seed in (1, 2):
         found = torch.autograd.grad(loss_of(model, seed), params, create_graph=True)
@@ -319,7 +299,7 @@ def two() -> list[nn.Parameter]:
     return [nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([2.0]))]
 
 
-def test_each_gradient_is_heard_by_the_number_of_its_parameter_and_steps_that_are_announced() -> None:
+def test_gradients_are_heard_by_parameter_and_announced_step() -> None:
     ears, (one, other) = Ears(), two()
     other.requires_grad_(False)
     ears.register_hooks([one, other])
@@ -334,7 +314,7 @@ def test_each_gradient_is_heard_by_the_number_of_its_parameter_and_steps_that_ar
     assert ears.indices_of([torch.ones(1), other]) == {1}
 
 
-def test_what_was_unfrozen_or_put_in_the_place_of_another_is_heard_from_the_next_time_on() -> None:
+def test_unfrozen_and_replaced_parameters_are_heard_next_time() -> None:
     ears, (one, other) = Ears(), two()
     other.requires_grad_(False)
     ears.register_hooks([one, other])
@@ -349,7 +329,7 @@ def test_what_was_unfrozen_or_put_in_the_place_of_another_is_heard_from_the_next
     assert sorted(ears.heard) == [(0, [2.0]), (1, [5.0])]
 
 
-def test_hooks_of_others_that_come_later_are_refused_until_it_listens_again() -> None:
+def test_others_later_hooks_are_refused_until_it_listens_again() -> None:
     ears, (one, other) = Ears(), two()
     ears.register_hooks([one, other])
     one.register_hook(lambda grad: grad * 10)
@@ -388,7 +368,7 @@ def of_ours(grad: Tensor) -> Tensor:
 of_ours.__module__ = "scale_anything"
 
 
-def test_a_hook_is_followed_by_those_of_others_that_came_after_it() -> None:
+def test_a_hook_is_followed_by_later_hooks_of_others() -> None:
     param = nn.Parameter(torch.ones(2))
     before = param.register_hook(same)
     handle = param.register_hook(of_ours)
@@ -401,7 +381,7 @@ def test_a_hook_is_followed_by_those_of_others_that_came_after_it() -> None:
     assert has_later_hook(param, handle) is False
 
 
-def test_hooks_that_are_called_when_a_gradient_was_added_change_it_later() -> None:
+def test_hooks_called_after_a_gradient_was_added_change_it_later() -> None:
     param = nn.Parameter(torch.ones(2))
     assert has_post_accumulate_hook(param) is False
     param.register_post_accumulate_grad_hook(of_ours)
@@ -430,7 +410,7 @@ def test_the_squares_are_those_of_each_gradient_alone(dtype):
         grads = [2 * grad for grad in grads]
 
 
-def test_whoever_has_made_a_gradient_may_use_its_memory_again_at_once():
+def test_whoever_made_a_gradient_may_reuse_its_memory_at_once():
     accumulator, grads = NormAccumulator(3, CPU), [torch.full((size,), 2.0) for size in (3, 5000, 40000)]
     for number, grad in enumerate(grads):
         accumulator.set(number, grad)
@@ -438,7 +418,7 @@ def test_whoever_has_made_a_gradient_may_use_its_memory_again_at_once():
     assert accumulator.squares().tolist() == pytest.approx([12.0, 20000.0, 160000.0])
 
 
-def test_gradients_of_one_number_may_be_added_and_what_was_cleared_counts_no_more():
+def test_gradients_of_one_number_add_up_and_cleared_ones_do_not():
     accumulator = NormAccumulator(3, CPU)
     accumulator.set(0, torch.full((2000,), 9.0))
     accumulator.clear()
@@ -458,17 +438,58 @@ def test_a_gradient_may_have_another_size_or_layout_each_time():
         accumulator.clear()
 
 
-def test_short_gradients_are_measured_however_small_or_large_they_are():
+def test_short_gradients_of_any_size_of_values_are_measured():
     for value in (1e-30, 1e30):
         accumulator = NormAccumulator(1, CPU)
         accumulator.set(0, torch.full((4,), value))
         assert accumulator.squares().tolist() == pytest.approx([4 * value**2], rel=1e-6)
 
 
-def test_what_is_read_into_stays_so_that_the_allocator_can_use_gradients_again():
+def test_the_read_buffer_stays_so_that_gradients_are_freed():
     accumulator = NormAccumulator(1, CPU)
     accumulator.set(0, torch.ones(40960))
     before = accumulator._buffers[0].of_rows.data_ptr()
     accumulator.clear()
     accumulator.set(0, torch.ones(40960))
     assert accumulator._buffers[0].of_rows.data_ptr() == before
+
+
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1024, 1025, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_squares_and_products_are_those_of_fp64(size, dtype):
+    # The products of small integers have the same sum in any order.
+    one, other = (numbers(size, seed=seed).mul(2).round().to(dtype) for seed in (0, 1))
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    expected = torch.vdot(one.to(wide), other.to(wide)).real
+    assert sum_of_squares(one).item() == pytest.approx(one.to(wide).abs().square().sum().item(), rel=1e-6)
+    assert torch.equal(inner_product(one, other), expected.double())
+
+
+def test_parts_have_each_element_once():
+    grad = numbers(7, 3)
+    assert torch.equal(torch.cat([part_of(grad, number, 4) for number in range(4)]), grad.reshape(-1))
+
+
+@pytest.mark.parametrize("rows", [([1, 2], [3, 4]), ([1, 2], [3, 4, 5]), ([5, 1, 1], [1, 4, 5]), ([0], [])])
+def test_sparse_gradients_are_multiplied_where_both_have_rows(rows):
+    def sparse(indices: list[int], seed: int) -> torch.Tensor:
+        values = numbers(len(indices), 3, seed=seed)
+        return torch.sparse_coo_tensor(torch.tensor([indices]), values, (7, 3), check_invariants=True)
+
+    one, other = sparse(rows[0], 1), sparse(rows[1], 2)
+    expected = (one.to_dense().double() * other.to_dense().double()).sum()
+    torch.testing.assert_close(inner_product(one, other), expected)
+    torch.testing.assert_close(inner_product(one, other.to_dense()), expected)
+
+
+def test_sparse_matrices_of_complex_numbers_are_multiplied_too():
+    places = torch.tensor([[0, 0, 2], [1, 3, 0]]), torch.tensor([[2, 0], [0, 3]])
+    values = torch.tensor([1 + 2j, 2, 3j]), torch.tensor([1 - 1j, 5j])
+    one, other = (
+        torch.sparse_coo_tensor(i, v, (3, 4), check_invariants=True) for i, v in zip(places, values, strict=True)
+    )
+    assert inner_product(one, other).item() == torch.vdot(one.to_dense().view(-1), other.to_dense().view(-1)).real

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import astuple
 
 import pytest
 import torch
@@ -79,12 +78,7 @@ def test_numbers_out_of_their_range_are_refused():
         noise_scale(NoiseAverage(), 1, 95)
 
 
-def test_it_survives_as_a_list():
-    average = averaged([Moments(3.0, 1.5), Moments(1.0, 2.0)], 0.9)
-    assert NoiseAverage(*astuple(average)) == average
-
-
-def test_a_sample_of_the_base_batch_is_worth_one_and_of_a_large_one_less():
+def test_a_base_batchs_sample_is_worth_one_and_a_large_ones_less():
     assert efficiency(64, noise=100, base_batch_size=64) == 1.0
     assert efficiency(264, noise=100, base_batch_size=64) == pytest.approx(164 / 364)
     assert efficiency(1000, noise=math.inf, base_batch_size=64) == 1.0

@@ -18,7 +18,6 @@ from scale_adascale import AdaScale, AdaScaleOptions
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Axis, Placement, Shard, on_local_tensors
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_core.testing import run_ranks
 
 GAIN = 1e-6  # relative
 
@@ -41,8 +40,8 @@ def skipping() -> Skipping:
     return Skipping()
 
 
-def ddp(kind: str, num: int, unused: bool, *, always: bool = False) -> list[float]:
-    """The largest relative error of the gains of four steps, of both groups; and where weights end, beside plain's."""
+def ddp(kind: str, num: int, unused: bool, *, always: bool = False) -> None:
+    """Four steps: the gains of both groups and the weights are those of the plain model."""
     model = skipping() if unused else net()
     plain = Plain(
         skipping() if unused else net(), kind, num * dist.get_world_size(), lr=0.05, preconditioned=kind == "adam"
@@ -50,7 +49,6 @@ def ddp(kind: str, num: int, unused: bool, *, always: bool = False) -> list[floa
     wrapped = DistributedDataParallel(model, find_unused_parameters=unused, gradient_as_bucket_view=always)
     inner = (Adam if kind == "adam" else SGD)(plain.groups_of(model), lr=0.05)
     optimizer = AdaScale(inner, num_gradients_to_accumulate=num)
-    worst = 0.0
     for step in range(4):
         seeds = [100 * step + number for number in range(num * dist.get_world_size())]
         mine = seeds[dist.get_rank() * num : (dist.get_rank() + 1) * num]
@@ -60,31 +58,19 @@ def ddp(kind: str, num: int, unused: bool, *, always: bool = False) -> list[floa
         (loss_of(wrapped, mine[-1]) / num).backward()
         optimizer.step()
         gains = plain.step(seeds)
-        worst = max(worst, *(abs(optimizer.gain(n) / g - 1) for n, g in enumerate(gains)))
+        assert [optimizer.gain(n) for n in range(len(gains))] == pytest.approx(gains, rel=GAIN)
         assert step or 1.01 < gains[0] < optimizer.scale - 0.01
         optimizer.zero_grad()
-    apart = max(
-        float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), plain.model.parameters(), strict=True)
-    )
-    return [worst, apart]
+    torch.testing.assert_close(list(model.parameters()), list(plain.model.parameters()), rtol=0.0, atol=1e-5)
 
 
-def all_of_ddp() -> dict[str, list[float]]:
-    return {
-        "sgd": ddp("sgd", 1, False),
-        "sgd, accumulated": ddp("sgd", 3, False),
-        "sgd, accumulated, averaged after each pass": ddp("sgd", 2, False, always=True),
-        "sgd, unused parameters": ddp("sgd", 2, True),
-        "adam": ddp("adam", 2, False),
-    }
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_under_ddp_the_gain_is_that_of_all_local_gradients(world):
-    for result in run_ranks(all_of_ddp, world):
-        for case, (worst, apart) in result.items():
-            assert worst < GAIN, case
-            assert apart < 1e-5, case
+@pytest.mark.ranks(2, 3)
+def test_under_ddp_the_gain_is_that_of_all_local_gradients():
+    ddp("sgd", 1, False)
+    ddp("sgd", 3, False)
+    ddp("sgd", 2, False, always=True)
+    ddp("sgd", 2, True)
+    ddp("adam", 2, False)
 
 
 class Split(nn.Module):
@@ -132,94 +118,6 @@ class Shifted(nn.Module):
         return self.net(x) + self.shift
 
 
-def tensor_parallel(kind: str) -> list[float]:
-    """Two columns of two ranks: along one they have other data, along the other other hidden units."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    data, tensor = group_of(mesh["data"]), group_of(mesh["tensor"])
-    model = Split(net(), tensor)
-    plain = Plain(Shifted(), kind, 4, lr=0.05, one_group=True, preconditioned=kind == "adam")
-    wrapped = DistributedDataParallel(model, process_group=data.process_group)
-    inner = (Adam if kind == "adam" else SGD)(model.parameters(), lr=0.05)
-    optimizer = AdaScale(inner, num_gradients_to_accumulate=2, process_group=data)
-    errors = []
-    for step in range(3):
-        for number in range(2):
-            with wrapped.no_sync() if number == 0 else torch.enable_grad():
-                (loss_of(wrapped, 10 * step + 2 * data.rank + number) / 2).backward()
-        optimizer.step()
-        (expected,) = plain.step([10 * step + number for number in range(4)])
-        errors.append(abs(optimizer.gain() / expected - 1))
-        optimizer.zero_grad()
-    return errors
-
-
-def all_of_tensor_parallel() -> list[float]:
-    return [*tensor_parallel("sgd"), *tensor_parallel("adam")]
-
-
-def stages() -> list[float]:
-    """Two pipelines of two stages: each rank has the parameters of one stage, though it computes all gradients."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
-    data, stage = group_of(mesh["data"]), group_of(mesh["stage"])
-    plain, model = Plain(net(), "sgd", 4, lr=0.0, one_group=True), net()
-    wrapped = DistributedDataParallel(model, process_group=data.process_group)
-    optimizer = AdaScale(
-        SGD(model[2 * stage.rank].parameters(), lr=0.1),
-        num_gradients_to_accumulate=2,
-        process_group=mesh["data"],
-        model_parallel_group=mesh["stage"],
-    )
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.0)  # The other stage's weights would not be updated.
-    errors = []
-    for step in range(3):
-        for number in range(2):
-            with wrapped.no_sync() if number == 0 else torch.enable_grad():
-                (loss_of(wrapped, 10 * step + 2 * data.rank + number) / 2).backward()
-        optimizer.step()
-        (expected,) = plain.step([10 * step + number for number in range(4)])
-        errors.append(abs(optimizer.gain() / expected - 1))
-        wrapped.zero_grad()
-    return errors
-
-
-def refused() -> tuple[list[str], list[float]]:
-    """A parameter that is shared along a direction that AdaScale was not told of; and the gains of towers."""
-    group = group_of()
-    alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
-    said = []
-    param = nn.Parameter(torch.ones(2))
-    set_shard(param, Shard("embed.weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Placement.SHARD),)))
-    optimizer = SGD([param], lr=0.1)
-    assert AdaScale(optimizer, process_group=alone).scale == 1.0  # Found: the other direction is that of the model.
-    with pytest.raises(ValueError, match=r"embed\.weight") as error:
-        AdaScale(optimizer, process_group=alone, model_parallel_group=alone)
-    said.append(str(error.value))
-    set_shard(param, Shard("embed.weight", (2,), 0, 2, (Axis(group, Placement.PARTIAL),)))
-    with pytest.raises(ValueError, match=r"embed\.weight") as error:
-        AdaScale(optimizer)
-    said.append(str(error.value))
-    with pytest.raises(ValueError, match="number of ranks in process_group, 2, got 8"):
-        AdaScale(optimizer, world_size=8)
-    with pytest.raises(ValueError, match="'split' is divided over") as error:
-        AdaScale(SGD(Split(net(), group).parameters(), lr=0.1))  # Tensor parallelism, and nothing said of it.
-    said.append(str(error.value))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it imports beside.
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    zero = ZeroRedundancyOptimizer(net().parameters(), Adam, lr=0.1)
-    with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer does not tell .*preconditioned=False"):
-        AdaScale(zero)
-    assert AdaScale(zero, options=AdaScaleOptions(preconditioned=False)).scale == 2.0
-    frozen = net().requires_grad_(group.rank == 1)
-    if group.rank == 0:
-        with pytest.raises(ValueError, match="gets no gradient, and the others would wait"):
-            AdaScale(SGD(frozen.parameters(), lr=0.1), process_group=alone, model_parallel_group=group)
-    said += not_averaged(group)
-    not_averaged_in_part(group)
-    other_groups(group)
-    return said, gains_of_towers(group)
-
-
 class Words(nn.Module):
     """An embedding, most of whose gradient is zero, and a head."""
 
@@ -233,9 +131,101 @@ class Words(nn.Module):
         return found
 
 
-def not_averaged_in_part(group: Group) -> None:
-    """Gradients of which those that come first are zero, or averaged, and others are not."""
-    words = torch.randint(1, 10, (4, 3), generator=torch.Generator().manual_seed(group.rank))
+class Towers(nn.Module):
+    """Two layers, one of which a batch uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        found: Tensor = (self.second if number else self.first)(x)
+        return found
+
+
+@pytest.mark.ranks(4)
+def test_under_tensor_parallelism_each_element_counts_once():
+    """Two columns of two ranks: along one they have other data, along the other other hidden units."""
+    for kind in ("sgd", "adam"):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        data, tensor = group_of(mesh["data"]), group_of(mesh["tensor"])
+        model = Split(net(), tensor)
+        plain = Plain(Shifted(), kind, 4, lr=0.05, one_group=True, preconditioned=kind == "adam")
+        wrapped = DistributedDataParallel(model, process_group=data.process_group)
+        inner = (Adam if kind == "adam" else SGD)(model.parameters(), lr=0.05)
+        optimizer = AdaScale(inner, num_gradients_to_accumulate=2, process_group=data)
+        for step in range(3):
+            for number in range(2):
+                with wrapped.no_sync() if number == 0 else torch.enable_grad():
+                    (loss_of(wrapped, 10 * step + 2 * data.rank + number) / 2).backward()
+            optimizer.step()
+            (expected,) = plain.step([10 * step + number for number in range(4)])
+            assert optimizer.gain() == pytest.approx(expected, rel=GAIN)
+            optimizer.zero_grad()
+
+
+@pytest.mark.ranks(4)
+def test_stages_of_a_pipeline_have_the_gain_of_the_whole_model():
+    """Two pipelines of two stages: each rank has the parameters of one stage, though it computes all gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    data, stage = group_of(mesh["data"]), group_of(mesh["stage"])
+    plain, model = Plain(net(), "sgd", 4, lr=0.0, one_group=True), net()
+    wrapped = DistributedDataParallel(model, process_group=data.process_group)
+    optimizer = AdaScale(
+        SGD(model[2 * stage.rank].parameters(), lr=0.1),
+        num_gradients_to_accumulate=2,
+        process_group=mesh["data"],
+        model_parallel_group=mesh["stage"],
+    )
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.0)  # The other stage's weights would not be updated.
+    for step in range(3):
+        for number in range(2):
+            with wrapped.no_sync() if number == 0 else torch.enable_grad():
+                (loss_of(wrapped, 10 * step + 2 * data.rank + number) / 2).backward()
+        optimizer.step()
+        (expected,) = plain.step([10 * step + number for number in range(4)])
+        assert optimizer.gain() == pytest.approx(expected, rel=GAIN)
+        wrapped.zero_grad()
+
+
+@pytest.mark.ranks(2)
+def test_sharding_along_an_unknown_axis_is_refused_by_name():
+    group = group_of()
+    alone = [dist.new_group([rank]) for rank in range(group.size)][group.rank]
+    param = nn.Parameter(torch.ones(2))
+    set_shard(param, Shard("embed.weight", (4,), 2 * group.rank, 2 * group.rank + 2, (Axis(group, Placement.SHARD),)))
+    optimizer = SGD([param], lr=0.1)
+    assert AdaScale(optimizer, process_group=alone).scale == 1.0  # Found: the other direction is that of the model.
+    with pytest.raises(ValueError, match=r"embed\.weight") as error:
+        AdaScale(optimizer, process_group=alone, model_parallel_group=alone)
+    assert "model_parallel_group=" in str(error.value)
+    set_shard(param, Shard("embed.weight", (2,), 0, 2, (Axis(group, Placement.PARTIAL),)))
+    with pytest.raises(ValueError, match=r"embed\.weight") as error:
+        AdaScale(optimizer)
+    assert "partial sum over the ranks [0, 1]" in str(error.value)
+    with pytest.raises(ValueError, match="number of ranks in process_group, 2, got 8"):
+        AdaScale(optimizer, world_size=8)
+    with pytest.raises(ValueError, match="'split' is divided over") as error:
+        AdaScale(SGD(Split(net(), group).parameters(), lr=0.1))  # Tensor parallelism, and nothing said of it.
+    assert "over the ranks [0, 1] by a layer that computes with its piece" in str(error.value)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what it imports beside.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    zero = ZeroRedundancyOptimizer(net().parameters(), Adam, lr=0.1)
+    with pytest.raises(ValueError, match=r"ZeroRedundancyOptimizer does not tell .*preconditioned=False"):
+        AdaScale(zero)
+    assert AdaScale(zero, options=AdaScaleOptions(preconditioned=False)).scale == 2.0
+    frozen = net().requires_grad_(group.rank == 1)
+    if group.rank == 0:
+        with pytest.raises(ValueError, match="gets no gradient, and the others would wait"):
+            AdaScale(SGD(frozen.parameters(), lr=0.1), process_group=alone, model_parallel_group=group)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_which_some_are_not_averaged_are_refused():
+    """Those that come first are zero, or averaged, and others are not."""
+    words = torch.randint(1, 10, (4, 3), generator=torch.Generator().manual_seed(dist.get_rank()))
     for wrapped in ("", "table", "head", "all"):
         model = Words()
         optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
@@ -254,8 +244,32 @@ def not_averaged_in_part(group: Group) -> None:
         optimizer.unhook()
 
 
-def other_groups(group: Group) -> None:
-    """More parameter groups on one rank: their sums would have other lengths."""
+@pytest.mark.ranks(2)
+def test_gradients_averaged_by_hand_or_never_are_refused():
+    """So are two stages of a pipeline of which AdaScale was not told."""
+    group = group_of()
+    for stages in (False, True):
+        model = net()
+        params = model[2 * group.rank].parameters() if stages else model.parameters()
+        optimizer = AdaScale(SGD(params, lr=0.1))
+        loss_of(model, 1 if stages else group.rank).backward()
+        for param in [] if stages else model.parameters():
+            dist.all_reduce(param.grad)
+        weight = model[0].weight.detach().clone()
+        for method in (optimizer.step, optimizer.gain):
+            with pytest.raises(RuntimeError, match="expected the ranks") as error:
+                method()
+            assert "averaged by hand after backward()" in str(error.value)
+        assert torch.equal(model[0].weight, weight) and optimizer.progress == 0
+        optimizer.unhook()
+        optimizer.step()
+        assert not torch.equal(model[2 * group.rank].weight, net()[2 * group.rank].weight)
+
+
+@pytest.mark.ranks(2)
+def test_other_parameter_groups_and_unused_layers_of_a_rank():
+    """More parameter groups would make sums of other lengths; a layer that one batch uses gets zero from the other."""
+    group = group_of()
     model = net()
     params = list(model.parameters())
     groups = [params] if group.rank == 0 else [params[:1], params[1:]]
@@ -267,23 +281,6 @@ def other_groups(group: Group) -> None:
         optimizer.step()
     optimizer.zero_grad()
     optimizer.unhook()
-
-
-class Towers(nn.Module):
-    """Two layers, one of which a batch uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        found: Tensor = (self.second if number else self.first)(x)
-        return found
-
-
-def gains_of_towers(group: Group) -> list[float]:
-    """The gain of a layer that is used by the batch of one rank, with the error of it; zero is what the other adds."""
     model = Towers()
     optimizer = AdaScale(SGD(model.first.parameters(), lr=1e-30), smoothing=0.0)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
@@ -296,45 +293,4 @@ def gains_of_towers(group: Group) -> list[float]:
     with pytest.raises(RuntimeError, match="expected 1 backward passes since the last step, got 0"):
         optimizer.step()
     optimizer.unhook()
-    return found
-
-
-def not_averaged(group: Group) -> list[str]:
-    """Gradients that are averaged by hand after the last pass, or never; and two stages of a pipeline, unsaid."""
-    said = []
-    for stages in (False, True):
-        model = net()
-        params = model[2 * group.rank].parameters() if stages else model.parameters()
-        optimizer = AdaScale(SGD(params, lr=0.1))
-        loss_of(model, 1 if stages else group.rank).backward()
-        for param in [] if stages else model.parameters():
-            dist.all_reduce(param.grad)
-        weight = model[0].weight.detach().clone()
-        for method in (optimizer.step, optimizer.gain):
-            with pytest.raises(RuntimeError, match="expected the ranks") as error:
-                method()
-        assert torch.equal(model[0].weight, weight) and optimizer.progress == 0
-        said.append(str(error.value))
-        optimizer.unhook()
-        optimizer.step()
-        assert not torch.equal(model[2 * group.rank].weight, net()[2 * group.rank].weight)
-    return said
-
-
-def test_under_tensor_parallelism_each_element_counts_once():
-    for errors in run_ranks(all_of_tensor_parallel, 4):
-        assert max(errors) < GAIN
-
-
-def test_stages_of_a_pipeline_have_the_gain_of_the_whole_model():
-    for errors in run_ranks(stages, 4):
-        assert max(errors) < GAIN
-
-
-def test_what_is_shared_in_an_unknown_direction_is_refused_by_name():
-    for (unknown, partial, tensor, *averages), towers in run_ranks(refused, 2):
-        assert towers == [2.0, 2.0]  # One gradient and zero: noise is as large as can be.
-        assert "model_parallel_group=" in unknown
-        assert "partial sum over the ranks [0, 1]" in partial
-        assert "over the ranks [0, 1] by a layer that computes with its piece" in tensor
-        assert len(averages) == 2 and all("averaged by hand after backward()" in said for said in averages)
+    assert found == [2.0, 2.0]  # One gradient and zero: noise is as large as can be.

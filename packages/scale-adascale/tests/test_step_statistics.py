@@ -6,16 +6,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from adascale_cases import Fails, gradients_of, loss_of, net, plain_gain
+from adascale_cases import (
+    Fails,
+    assert_gain,
+    assert_gain_of_passes,
+    build,
+    gradients_of,
+    loss_of,
+    net,
+    plain_gain,
+    run_passes,
+)
 from torch import nn
 from torch.optim import SGD
 
 from scale_adascale import AdaScale
-
-
-def build(num: int = 2, **options: float) -> tuple[nn.Sequential, AdaScale]:
-    model = net()
-    return model, AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=num, **options)
 
 
 def train(model: nn.Module, optimizer: AdaScale, seeds: range) -> None:
@@ -38,7 +43,7 @@ def train(model: nn.Module, optimizer: AdaScale, seeds: range) -> None:
         lambda model: setattr(model[2].weight, "grad", torch.zeros(3, 7)),
     ],
 )
-def test_gradients_that_are_changed_between_two_passes_are_refused(change: Callable[[nn.Module], object]):
+def test_gradients_changed_between_two_passes_are_refused(change: Callable[[nn.Module], object]):
     model, optimizer = build()
     (loss_of(model, 1) / 2).backward()
     change(model)
@@ -50,21 +55,11 @@ def test_gradients_that_are_changed_between_two_passes_are_refused(change: Calla
     with pytest.raises(RuntimeError, match="expected 2 backward passes since the last step, got 1"):
         optimizer.step()
     optimizer.zero_grad()
-    check_gain(model, optimizer, (1, 2))
-
-
-def check_gain(model: nn.Module, optimizer: AdaScale, seeds: tuple[int, int]) -> None:
-    """After a step of two passes, whatever was before."""
-    for seed in seeds:
-        (loss_of(model, seed) / 2).backward()
-    other = net()
-    expected = plain_gain(gradients_of(other, list(other.parameters()), seeds), 2.0)
-    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    assert_gain_of_passes(model, optimizer, (1, 2))
 
 
 def without_zero_grad(model: nn.Module, optimizer: AdaScale) -> None:
-    for seed in (5, 6):
-        (loss_of(model, seed) / 2).backward()
+    run_passes(model, (5, 6))
     optimizer.step()
 
 
@@ -75,7 +70,7 @@ def unhooked_between_passes(model: nn.Module, optimizer: AdaScale) -> None:
 
 
 @pytest.mark.parametrize("before", [without_zero_grad, unhooked_between_passes])
-def test_a_step_whose_first_pass_has_added_to_gradients_is_refused_until_they_are_cleared(before):
+def test_a_first_pass_onto_gradients_is_refused_until_cleared(before):
     for clear in (
         lambda model, optimizer: optimizer.zero_grad(),
         lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
@@ -88,11 +83,11 @@ def test_a_step_whose_first_pass_has_added_to_gradients_is_refused_until_they_ar
             with pytest.raises(RuntimeError, match=r"expected no gradients, or zeros, before the first backward pass"):
                 optimizer.step()
         clear(model, optimizer)
-        check_gain(model, optimizer, (1, 2))
+        assert_gain_of_passes(model, optimizer, (1, 2))
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_a_loss_of_another_model_may_go_through_this_one_between_a_step_and_zero_grad(passes):
+def test_another_models_loss_may_pass_between_step_and_zero_grad(passes):
     maker, (model, optimizer) = nn.Linear(3, 5), build(passes, smoothing=0.0, scale=4.0)
     own = AdaScale(torch.optim.SGD(maker.parameters(), lr=0.1), scale=4.0)
     optimizer.param_groups[0]["lr"] = 1e-30
@@ -113,30 +108,27 @@ def test_a_loss_of_another_model_may_go_through_this_one_between_a_step_and_zero
     assert optimizer.progress > 2 and own.progress > 0
 
 
-def test_a_gradient_that_is_left_of_a_layer_frozen_since_is_of_no_step():
+def test_a_gradient_left_of_a_layer_frozen_since_is_of_no_step():
     model = net()
     loss_of(model, 9).backward()
     model[0].requires_grad_(False)
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2, smoothing=0.0)
     model[2].zero_grad()
-    for seed in (1, 2):
-        (loss_of(model, seed) / 2).backward()
-    other = net()
-    expected = plain_gain(gradients_of(other, list(other[2].parameters()), (1, 2)), 2.0)
-    assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
+    run_passes(model, (1, 2))
+    assert_gain(optimizer, (1, 2), slice(2, 3))
 
 
 def test_gradients_that_others_have_set_to_zero_are_none():
     model, optimizer = build(smoothing=0.0)
     optimizer.param_groups[0]["lr"] = 1e-30
     for seeds in ((5, 6), (1, 2)):
-        check_gain(model, optimizer, seeds)
+        assert_gain_of_passes(model, optimizer, seeds)
         optimizer.step()
         model.zero_grad(set_to_none=False)
 
 
 @pytest.mark.parametrize("passes", [0, 1])
-def test_what_a_failed_pass_has_added_is_refused_until_it_is_cleared(passes):
+def test_what_a_failed_pass_has_added_is_refused_until_cleared(passes):
     model, optimizer = build()
     for seed in range(passes):
         (loss_of(model, seed) / 2).backward()
@@ -145,10 +137,10 @@ def test_what_a_failed_pass_has_added_is_refused_until_it_is_cleared(passes):
     with pytest.raises(RuntimeError, match=r"backward pass has failed after.*Call optimizer\.zero_grad\(\)"):
         (loss_of(model, 7) / 2).backward()
     optimizer.zero_grad()
-    check_gain(model, optimizer, (1, 2))
+    assert_gain_of_passes(model, optimizer, (1, 2))
 
 
-def test_a_hook_that_changes_gradients_after_they_were_added_is_refused():
+def test_a_hook_that_changes_added_gradients_is_refused():
     model, optimizer = build()
 
     def clamp(param: torch.Tensor) -> None:
@@ -158,10 +150,10 @@ def test_a_hook_that_changes_gradients_after_they_were_added_is_refused():
     with pytest.raises(RuntimeError, match=r"shape \(3, 7\) has a hook of register_post_accumulate_grad_hook"):
         loss_of(model, 1).backward()
     handle.remove()
-    check_gain(model, optimizer, (1, 2))
+    assert_gain_of_passes(model, optimizer, (1, 2))
 
 
-def test_a_hook_that_comes_later_is_refused_until_zero_grad_and_then_its_gradient_is_measured():
+def test_a_later_hook_is_refused_until_zero_grad_then_measured():
     gains = []
     for late in (False, True):
         model = net()
@@ -177,8 +169,7 @@ def test_a_hook_that_comes_later_is_refused_until_zero_grad_and_then_its_gradien
             optimizer.zero_grad()
         else:
             optimizer = AdaScale(SGD(model.parameters(), lr=0.1), num_gradients_to_accumulate=2)
-        for seed in (1, 2):
-            (loss_of(model, seed) / 2).backward()
+        run_passes(model, (1, 2))
         gains.append(optimizer.gain())
     assert gains[0] == gains[1] and 1 < gains[0] < 2
 
@@ -194,8 +185,7 @@ def test_what_was_unfrozen_without_zero_grad_is_refused():
     optimizer.zero_grad()
     other = net()
     expected = plain_gain(gradients_of(other, list(other.parameters()), [1, 2]), 2.0)
-    for seed in (1, 2):
-        (loss_of(model, seed) / 2).backward()
+    run_passes(model, (1, 2))
     assert optimizer.gain() == pytest.approx(expected, rel=1e-6)
 
 
@@ -209,7 +199,7 @@ def test_a_step_without_a_parameter_that_is_trained_says_so():
 
 
 @pytest.mark.parametrize("update", [True, False])
-def test_the_noise_scale_in_samples_stays_when_the_batch_grows_by_passes(update):
+def test_the_noise_scale_in_samples_stays_when_passes_are_added(update):
     """The small batch stays, so its noise does, in whichever order both numbers are set."""
     for scale_first in (True, False):
         model, optimizer = build(2)
@@ -224,7 +214,7 @@ def test_the_noise_scale_in_samples_stays_when_the_batch_grows_by_passes(update)
         assert 0 < before.value < float("inf")
 
 
-def test_the_noise_scale_in_samples_stays_when_the_same_batch_has_another_scale():
+def test_the_noise_scale_in_samples_stays_at_another_scale():
     model, optimizer = build(4)
     train(model, optimizer, range(40))
     before = optimizer.noise_scale(16 / optimizer.scale)

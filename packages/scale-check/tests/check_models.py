@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,6 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
+
+from scale_check import ParityError, Report, parity
+from scale_check.fuzz.pool import run_in_turn
+from scale_check.recording import Recording
 
 BATCH = 8
 
@@ -109,3 +116,35 @@ def accumulating_step(model: Any, optimizer: Optimizer, micro_batches: Sequence[
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
     optimizer.step()
     return total
+
+
+def run_on_rank(call: Callable[[], Recording], folder: Path) -> Recording:
+    return call()
+
+
+class NotYetRun(Exception):
+    """Ends a call of `parity` where it would start ranks."""
+
+
+def parity_in_turn(programs: Mapping[str, Mapping[str, Any]]) -> dict[str, Report]:
+    """What `parity` says of each program, right or wrong, with one start of two ranks for all."""
+    calls: list[Callable[[], Recording]] = []
+
+    def collect(call: Callable[[], Recording], *_: object, **__: object) -> None:
+        calls.append(call)
+        raise NotYetRun
+
+    with mock.patch("scale_check.harness.run_ranks", collect):
+        for arguments in programs.values():
+            with suppress(NotYetRun):
+                parity(**arguments)
+    outcomes = list(run_in_turn(run_on_rank, calls, 2))
+    assert all(outcome.results for outcome in outcomes), [outcome.failure for outcome in outcomes]
+    reports: dict[str, Report] = {}
+    for (name, arguments), outcome in zip(programs.items(), outcomes, strict=True):
+        with mock.patch("scale_check.harness.run_ranks", return_value=list(outcome.results)):
+            try:
+                reports[name] = parity(**arguments)
+            except ParityError as error:
+                reports[name] = error.report
+    return reports

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from scale_check.harness import mean_square_step
 from scale_check.recording import Phase, Recorder, full_value, plain_name
-from scale_core.testing import run_ranks
 
 WRAPPERS = {"none": None, "ddp": ddp, "fsdp2": fsdp2, "tied": fsdp2_in_one_unit}
 
@@ -33,14 +32,11 @@ def train(kind: str, recorded: bool) -> tuple[dict[str, Tensor], int]:
     return weights, len(recorder.recording.keys_of(Phase.OUTPUT))
 
 
-def both(kind: str) -> tuple[tuple[dict[str, Tensor], int], tuple[dict[str, Tensor], int]]:
-    return train(kind, recorded=False), train(kind, recorded=True)
-
-
-@pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_training_that_is_recorded_is_the_same_to_the_bit(kind: str) -> None:
-    results = [both(kind)] if kind == "none" else run_ranks(both, 2, kind)
-    for (plain, _), (recorded, num_outputs) in results:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks, kinds", [(0, ["none"]), (2, ["ddp", "fsdp2", "tied"])])
+def test_a_training_that_is_recorded_is_the_same_to_the_bit(num_ranks: int, kinds: list[str]) -> None:
+    for kind in kinds:
+        (plain, _), (recorded, num_outputs) = train(kind, recorded=False), train(kind, recorded=True)
         assert num_outputs >= 3 * 5  # of each step and module
         assert plain.keys() == recorded.keys()
         assert all(torch.equal(weight, recorded[name]) for name, weight in plain.items())

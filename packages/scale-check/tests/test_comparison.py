@@ -28,13 +28,13 @@ def test_a_tensor_that_one_process_lacks_is_a_difference() -> None:
     assert str(report).startswith("step 1: weight after the step: weight differs on rank 0: one process has none")
 
 
-def test_infinities_are_equal_and_what_stands_beside_them_is_compared() -> None:
+def test_infinities_are_equal_and_their_neighbors_are_compared() -> None:
     plain = torch.tensor([1.0, -math.inf], dtype=torch.float64)
     assert beside(plain, plain + 1e-16).verdict is not ParityVerdict.BUG
     assert beside(plain, plain.clone().fill_(2.0)).verdict is ParityVerdict.BUG
 
 
-def test_a_nan_is_told_where_both_have_it_and_a_difference_where_one_has() -> None:
+def test_a_nan_of_both_is_reported_and_of_one_is_a_difference() -> None:
     plain = torch.tensor([1.0, math.nan])
     report = beside(plain, plain.clone())
     assert report.verdict is ParityVerdict.EQUAL and str(report).endswith("1 of them have a NaN, at the same places")

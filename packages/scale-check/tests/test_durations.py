@@ -42,7 +42,7 @@ def timed(rates: Rates = RATES) -> Iterator[tuple[Clocks, Tensor]]:
             yield clocks, weight
 
 
-def test_a_product_and_other_operators_take_their_time_one_after_the_other() -> None:
+def test_a_product_and_other_operators_run_one_after_the_other() -> None:
     with timed() as (clocks, weight):
         result = weight @ weight
         assert clocks.now == 0.5 and clocks.host == 0.0
@@ -63,7 +63,7 @@ def test_what_is_written_only_counts_once() -> None:
         assert clocks.now == begin + 32 + 48 + 32
 
 
-def test_a_collective_runs_beside_the_computation_until_it_is_waited_for() -> None:
+def test_a_collective_runs_beside_computation_until_waited_for() -> None:
     with timed() as (clocks, weight):
         work = dist.all_reduce(weight, async_op=True)
         other = torch.empty(64, 64, device="sim")

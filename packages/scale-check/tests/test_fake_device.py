@@ -106,7 +106,7 @@ def test_an_error_of_torch_itself_in_a_backward_comes_out_too() -> None:
             loss.backward()
 
 
-def test_an_error_that_was_caught_inside_of_a_backward_stays_caught() -> None:
+def test_an_error_that_a_backward_has_caught_stays_caught() -> None:
     def try_it(_: Tensor) -> None:
         with pytest.raises(Mishap):
             fail()
@@ -202,7 +202,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be forked here")
-def test_a_process_whose_first_training_was_simulated_can_be_forked() -> None:
+def test_a_process_that_began_with_a_simulation_can_be_forked() -> None:
     run = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 0, run.stderr
 
@@ -251,7 +251,7 @@ def test_it_does_not_take_the_place_of_another_vendors_device(monkeypatch: pytes
         stand_in._register.__wrapped__()
 
 
-def test_another_torch_is_refused_before_the_device_type_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_torch_is_refused_before_taking_the_device_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     with pytest.raises(RuntimeError, match=r"torch 2\.13, but this is torch 2\.11\.0"), stand_in.available():
         pass

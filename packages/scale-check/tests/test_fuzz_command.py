@@ -14,7 +14,7 @@ from scale_check.fuzz.programs import program_of, smaller
 from scale_check.harness import parity
 
 
-def test_a_seed_is_one_program_and_its_text_is_the_code_that_makes_it() -> None:
+def test_a_seed_is_one_program_and_its_text_is_its_code() -> None:
     names = {**vars(models), **vars(programs)}
     for seed in range(20):
         program = program_of("ddp", seed)
@@ -61,7 +61,7 @@ def test_a_program_that_is_printed_can_be_given_to_parity() -> None:
     parity(run.build, run.step, run.wrap, batches=run.batches(2), optimizer=run.optimizer, dtype=None)
 
 
-def test_errors_of_all_ranks_are_counted_and_are_no_wrong_numbers() -> None:
+def test_errors_of_all_ranks_count_and_are_no_wrong_numbers() -> None:
     summary = fuzz("planted_engines:Refusing", range(3), 2)
     assert summary.is_right and summary.count("error") == 3
     assert "3 times error: TypeError: rank # of # does not like #" in str(summary)

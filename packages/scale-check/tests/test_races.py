@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -56,6 +56,21 @@ def side_stream() -> Any:
 # Programs with a race, one each; the same with the wait that it lacks.
 
 
+@pytest.fixture(params=[False, True], ids=["without its wait", "with its wait"])
+def ordered(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the program waits; it has one race if it doesn't."""
+    with simulate(world_size=4, device="sim", races="collect") as simulation:
+        yield request.param
+    assert len(simulation.races) == (0 if request.param else 1)
+
+
+@pytest.fixture
+def no_race() -> Iterator[None]:
+    with simulate(world_size=4, device="sim", races="collect") as simulation:
+        yield
+    assert simulation.races == []
+
+
 def read_of_what_a_side_stream_writes(ordered: bool) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
@@ -66,7 +81,7 @@ def read_of_what_a_side_stream_writes(ordered: bool) -> None:
     side.synchronize()
 
 
-def write_of_what_a_side_stream_reads(ordered: bool) -> None:
+def test_write_of_what_a_side_stream_reads(ordered: bool) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
         x.sum()
@@ -77,7 +92,7 @@ def write_of_what_a_side_stream_reads(ordered: bool) -> None:
     side.synchronize()
 
 
-def side_stream_that_does_not_wait_for_its_caller(ordered: bool) -> None:
+def test_side_stream_that_does_not_wait_for_its_caller(ordered: bool) -> None:
     x, side = ones(), accelerator().Stream()
     if ordered:
         side.wait_event(accelerator().current_stream().record_event())
@@ -86,7 +101,7 @@ def side_stream_that_does_not_wait_for_its_caller(ordered: bool) -> None:
     side.synchronize()
 
 
-def memory_of_another_stream(ordered: bool) -> None:
+def test_memory_of_another_stream(ordered: bool) -> None:
     side = accelerator().Stream()
     memory = torch.empty(
         64, device="sim"
@@ -109,7 +124,7 @@ def end_of_a_tensor_that_a_side_stream_reads(ordered: bool) -> None:
     side.synchronize()
 
 
-def release_of_memory_that_a_side_stream_reads(ordered: bool) -> None:
+def test_release_of_memory_that_a_side_stream_reads(ordered: bool) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
         x.sum()
@@ -120,14 +135,14 @@ def release_of_memory_that_a_side_stream_reads(ordered: bool) -> None:
     side.synchronize()
 
 
-def host_that_reads_a_copy_on_its_way(ordered: bool) -> None:
+def test_host_that_reads_a_copy_on_its_way(ordered: bool) -> None:
     copy = ones().to("cpu", non_blocking=True)
     if ordered:
         accelerator().synchronize()
     copy.sum()
 
 
-def host_that_rewrites_what_is_copied_from_it(ordered: bool) -> None:
+def test_host_that_rewrites_what_is_copied_from_it(ordered: bool) -> None:
     source = torch.ones(64, pin_memory=True)
     source.to("sim", non_blocking=True)
     if ordered:
@@ -135,7 +150,7 @@ def host_that_rewrites_what_is_copied_from_it(ordered: bool) -> None:
     source.zero_()
 
 
-def result_of_a_collective_that_nobody_waited_for(ordered: bool) -> None:
+def test_result_of_a_collective_that_nobody_waited_for(ordered: bool) -> None:
     x = ones()
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
@@ -145,7 +160,7 @@ def result_of_a_collective_that_nobody_waited_for(ordered: bool) -> None:
     work.wait()
 
 
-def input_of_a_collective_that_is_rewritten(ordered: bool) -> None:
+def test_input_of_a_collective_that_is_rewritten(ordered: bool) -> None:
     x, output = ones(), torch.empty(256, device="sim")
     work: Any = compat.all_gather_single(output, x, dist.distributed_c10d._get_default_group())
     if ordered:
@@ -154,7 +169,7 @@ def input_of_a_collective_that_is_rewritten(ordered: bool) -> None:
     work.wait()
 
 
-def input_of_a_collective_that_is_released(ordered: bool) -> None:
+def test_input_of_a_collective_that_is_released(ordered: bool) -> None:
     x, output = ones(), torch.empty(256, device="sim")
     work: Any = compat.all_gather_single(output, x, dist.distributed_c10d._get_default_group())
     if ordered:
@@ -164,7 +179,7 @@ def input_of_a_collective_that_is_released(ordered: bool) -> None:
     work.wait()
 
 
-def collective_beside_the_stream_that_writes_its_input(ordered: bool) -> None:
+def test_collective_beside_the_stream_that_writes_its_input(ordered: bool) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
         x.mul_(2)
@@ -174,7 +189,7 @@ def collective_beside_the_stream_that_writes_its_input(ordered: bool) -> None:
     side.synchronize()
 
 
-def result_of_a_collective_in_a_stream_that_did_not_wait(ordered: bool) -> None:
+def test_result_of_a_collective_in_a_stream_that_did_not_wait(ordered: bool) -> None:
     x, side = ones(), side_stream()
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
@@ -186,7 +201,7 @@ def result_of_a_collective_in_a_stream_that_did_not_wait(ordered: bool) -> None:
     side.synchronize()
 
 
-def functional_collective_that_is_read_too_early(ordered: bool) -> None:
+def test_functional_collective_that_is_read_too_early(ordered: bool) -> None:
     x = ones()
     total = torch.ops._c10d_functional.all_reduce(x, "sum", dist.distributed_c10d._get_default_group().group_name)
     if ordered:
@@ -195,7 +210,7 @@ def functional_collective_that_is_read_too_early(ordered: bool) -> None:
     functional.wait_tensor(total)
 
 
-def sent_tensor_that_is_rewritten(ordered: bool) -> None:
+def test_sent_tensor_that_is_rewritten(ordered: bool) -> None:
     x = ones()
     work = dist.isend(x, 1)
     assert work is not None
@@ -205,7 +220,7 @@ def sent_tensor_that_is_rewritten(ordered: bool) -> None:
     work.wait()
 
 
-def received_tensor_that_is_read_too_early(ordered: bool) -> None:
+def test_received_tensor_that_is_read_too_early(ordered: bool) -> None:
     x = torch.empty(64, device="sim")
     (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, 1)])
     if ordered:
@@ -214,7 +229,7 @@ def received_tensor_that_is_read_too_early(ordered: bool) -> None:
     work.wait()
 
 
-def host_memory_that_a_worker_writes(ordered: bool) -> None:
+def test_host_memory_that_a_worker_writes(ordered: bool) -> None:
     memory = torch.zeros(64)
     future = worker_for(SIM).submit(lambda: memory.add_(1))
     if ordered:
@@ -223,37 +238,18 @@ def host_memory_that_a_worker_writes(ordered: bool) -> None:
     future.result()
 
 
-PROGRAMS = [
-    read_of_what_a_side_stream_writes,
-    write_of_what_a_side_stream_reads,
-    side_stream_that_does_not_wait_for_its_caller,
-    memory_of_another_stream,
-    end_of_a_tensor_that_a_side_stream_reads,
-    release_of_memory_that_a_side_stream_reads,
-    host_that_reads_a_copy_on_its_way,
-    host_that_rewrites_what_is_copied_from_it,
-    result_of_a_collective_that_nobody_waited_for,
-    input_of_a_collective_that_is_rewritten,
-    input_of_a_collective_that_is_released,
-    collective_beside_the_stream_that_writes_its_input,
-    result_of_a_collective_in_a_stream_that_did_not_wait,
-    functional_collective_that_is_read_too_early,
-    sent_tensor_that_is_rewritten,
-    received_tensor_that_is_read_too_early,
-    host_memory_that_a_worker_writes,
-]
+def test_read_of_what_a_side_stream_writes(ordered: bool) -> None:
+    read_of_what_a_side_stream_writes(ordered)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_missing_wait_is_found_and_a_wait_is_enough(program: Callable[[bool], None]) -> None:
-    assert len(races_of(lambda: program(False))) == 1
-    assert races_of(lambda: program(True)) == []
+def test_end_of_a_tensor_that_a_side_stream_reads(ordered: bool) -> None:
+    end_of_a_tensor_that_a_side_stream_reads(ordered)
 
 
 # Programs without a race.
 
 
-def release_to_a_stream_that_waits_before_it_allocates() -> None:
+def test_release_to_a_stream_that_waits_before_it_allocates(no_race: None) -> None:
     side = accelerator().Stream()
     with accelerator().stream(side):
         x = ones()
@@ -265,7 +261,7 @@ def release_to_a_stream_that_waits_before_it_allocates() -> None:
         ones()
 
 
-def disjoint_views() -> None:
+def test_disjoint_views_without_a_race(no_race: None) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
         x[:32].mul_(2)
@@ -274,7 +270,7 @@ def disjoint_views() -> None:
     side.synchronize()
 
 
-def two_reads() -> None:
+def test_two_reads_without_a_race(no_race: None) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
         x.sum()
@@ -282,7 +278,7 @@ def two_reads() -> None:
     side.synchronize()
 
 
-def waits_through_another_stream() -> None:
+def test_waits_through_another_stream_without_a_race(no_race: None) -> None:
     x, first, second = ones(), side_stream(), side_stream()
     with accelerator().stream(first):
         x.mul_(2)
@@ -291,7 +287,7 @@ def waits_through_another_stream() -> None:
     x.sum()
 
 
-def waits_of_the_host() -> None:
+def test_waits_of_the_host_without_a_race(no_race: None) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
         x.mul_(2)
@@ -299,7 +295,7 @@ def waits_of_the_host() -> None:
     x.sum()  # Launched after the host has seen that the other stream is done.
 
 
-def values_that_the_host_has_read() -> None:
+def test_values_that_the_host_has_read_without_a_race(no_race: None) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
         total = x.mul_(2).sum()
@@ -307,24 +303,24 @@ def values_that_the_host_has_read() -> None:
     x.sum()
 
 
-def pinned_memory_that_ends_while_it_is_copied() -> None:
+def test_pinned_memory_that_ends_while_it_is_copied(no_race: None) -> None:
     torch.ones(64, pin_memory=True).to("sim", non_blocking=True)
 
 
-def memory_that_is_not_pinned_is_waited_for() -> None:
+def test_memory_that_is_not_pinned_is_waited_for_without_a_race(no_race: None) -> None:
     memory = torch.ones(64)
     memory.to("sim", non_blocking=True)
     memory.copy_(ones(), non_blocking=True)
     memory.sum()
 
 
-def input_of_a_collective_that_ends() -> None:
+def test_input_of_a_collective_that_ends_without_a_race(no_race: None) -> None:
     output = torch.empty(256, device="sim")
     work: Any = compat.all_gather_single(output, ones(), dist.distributed_c10d._get_default_group())
     work.wait()
 
 
-def transfers_one_after_the_other() -> None:
+def test_transfers_one_after_the_other_without_a_race(no_race: None) -> None:
     x = ones()
     works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
     assert works[-1] is not None
@@ -332,7 +328,7 @@ def transfers_one_after_the_other() -> None:
     x.sum()
 
 
-def a_loop_that_polls_an_event() -> None:
+def test_a_loop_that_polls_an_event_without_a_race(no_race: None) -> None:
     x, side = ones(), side_stream()
     with accelerator().stream(side):
         x.mul_(2)
@@ -342,40 +338,18 @@ def a_loop_that_polls_an_event() -> None:
     x.sum()
 
 
-def a_copy_that_outlives_its_source() -> None:
+def test_a_copy_that_outlives_its_source_without_a_race(no_race: None) -> None:
     stream = stream_for(SIM)
     copy = copy_to(ones(), torch.device("cpu"), stream)
     stream.record().synchronize()
     copy.sum()
 
 
-def a_state_that_is_copied_for_a_snapshot() -> None:
+def test_a_state_that_is_copied_for_a_snapshot_without_a_race(no_race: None) -> None:
     state = {"weight": ones(), "moment": ones()}
     copies = copy_to_host(state)
     state["weight"].mul_(2)
     worker_for(SIM).submit(lambda: copies["weight"].sum()).result()
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        release_to_a_stream_that_waits_before_it_allocates,
-        disjoint_views,
-        two_reads,
-        waits_through_another_stream,
-        waits_of_the_host,
-        values_that_the_host_has_read,
-        pinned_memory_that_ends_while_it_is_copied,
-        memory_that_is_not_pinned_is_waited_for,
-        input_of_a_collective_that_ends,
-        transfers_one_after_the_other,
-        a_loop_that_polls_an_event,
-        a_copy_that_outlives_its_source,
-        a_state_that_is_copied_for_a_snapshot,
-    ],
-)
-def test_what_has_an_order_is_no_race(program: Callable[[], None]) -> None:
-    assert races_of(program) == []
 
 
 def train_torchs_fsdp(replicates: bool = False, **options: Any) -> list[Race]:
@@ -437,7 +411,7 @@ def test_ddp_of_torch_has_no_race(options: dict[str, Any]) -> None:
     assert train_torchs_ddp(**options) == []
 
 
-def test_a_gradient_that_is_scaled_while_ddp_averages_it_is_found() -> None:
+def test_a_gradient_scaled_while_ddp_averages_it_is_found() -> None:
     def scale_early(model: nn.Sequential) -> None:
         def scale(_: Tensor) -> None:
             for param in model[2].parameters():

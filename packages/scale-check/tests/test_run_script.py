@@ -303,9 +303,7 @@ def test_a_script_that_does_not_end_is_code_2(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("bug", ["", "frozen"])
-def test_a_large_tensor_is_kept_only_where_it_is_the_first_that_differs(
-    bug: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_tensor_is_kept_only_as_the_first_that_differs(bug: str, capsys: pytest.CaptureFixture[str]) -> None:
     # The second weight has 18,000 elements.
     large = DDP.replace("16", "3000").replace("3000, 3)", "3000, 6)").replace("64", "16")
     Path("large.py").write_text(large.replace("net[3].bias.grad", "net[3].weight.grad[2, 7]"))

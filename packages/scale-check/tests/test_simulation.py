@@ -119,7 +119,7 @@ def test_fake_and_real_tensors_agree_to_the_byte(run: Callable[[bool], Simulatio
     assert fake.collectives == real.collectives
 
 
-def test_a_storage_that_another_tensor_was_set_to_is_released_with_them() -> None:
+def test_a_storage_another_tensor_was_set_to_is_released_with_it() -> None:
     with simulate() as simulation:
         tensor = torch.empty(1000)
         same = torch.empty(0).set_(tensor.untyped_storage())
@@ -142,7 +142,7 @@ def test_fake_and_real_tensors_agree_for_other_optimizers(optimizer: Optimizers)
     assert (fake.peak_by_kind, fake.current_by_kind) == (real.peak_by_kind, real.current_by_kind)
 
 
-def test_the_kinds_of_a_plain_step_have_the_sizes_that_arithmetic_gives_them() -> None:
+def test_the_kinds_of_a_plain_step_have_the_sizes_of_arithmetic() -> None:
     with simulate() as simulation:
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
         one, size = 4 * 64 * 64, 4 * 4 * 64 * 64
@@ -190,7 +190,7 @@ def test_the_order_of_the_collectives_is_kept() -> None:
     ]
 
 
-def test_a_second_step_shows_the_optimizers_state_and_the_first_does_not() -> None:
+def test_only_a_second_step_shows_the_optimizers_state() -> None:
     with simulate() as simulation:
         model = TinyGPT()
         optimizer = adamw(model)
@@ -212,7 +212,7 @@ def flat_buffer(compute: torch.dtype = torch.float32, *, trainable: bool = True)
     return FlatBuffer(["weight", "bias"], params, layout, group, DtypePolicy(compute=compute))
 
 
-def test_a_flat_buffer_takes_memory_between_gather_and_release_only() -> None:
+def test_a_flat_buffer_takes_memory_from_gather_to_release_only() -> None:
     with simulate(rank=2, world_size=4) as simulation:
         buffer = flat_buffer(torch.bfloat16)
         shard = 4 * buffer.layout.shard_numel
@@ -225,14 +225,14 @@ def test_a_flat_buffer_takes_memory_between_gather_and_release_only() -> None:
     assert simulation.bytes_sent == {"all_gather": 3 * 2 * buffer.layout.shard_numel}
 
 
-def test_the_shards_of_frozen_units_are_parameters_though_no_optimizer_holds_them() -> None:
+def test_shards_of_frozen_units_are_parameters_of_no_optimizer() -> None:
     with simulate(rank=0, world_size=4) as simulation:
         buffer = flat_buffer(trainable=False)
         assert simulation.current_by_kind == {"parameters": 4 * buffer.layout.shard_numel}
 
 
 @pytest.mark.parametrize("fake", [True, False])
-def test_a_weight_that_is_used_after_its_release_raises_and_names_the_operator(fake: bool) -> None:
+def test_a_weight_used_after_its_release_names_the_operator(fake: bool) -> None:
     with simulate(rank=0, world_size=4, fake=fake):
         buffer = flat_buffer()
         weight = buffer.unsharded_params[0]
@@ -245,7 +245,7 @@ def test_a_weight_that_is_used_after_its_release_raises_and_names_the_operator(f
         weight * 2
 
 
-def test_a_released_buffer_is_caught_in_a_collective_and_in_the_backward_too() -> None:
+def test_a_released_buffer_is_caught_in_collectives_and_backward() -> None:
     with simulate(rank=0, world_size=4):
         full = torch.zeros(8)
         x = torch.ones(8, requires_grad=True)
@@ -266,14 +266,14 @@ def test_sizes_and_views_of_a_released_buffer_may_be_asked_for() -> None:
         assert full[:0].clone().numel() == 0
 
 
-def test_without_the_check_a_use_after_release_passes_as_it_does_on_fake_tensors() -> None:
+def test_without_the_check_a_use_after_release_passes() -> None:
     with simulate(check=False):
         full = torch.zeros(8)
         full.untyped_storage().resize_(0)
         assert (full + 1).shape == (8,)
 
 
-def test_the_largest_at_the_peak_name_the_operator_that_made_them() -> None:
+def test_the_largest_at_the_peak_name_their_operator() -> None:
     with simulate() as simulation:
         x = torch.zeros(1000, requires_grad=True)
         x.exp().sum().backward()
@@ -332,7 +332,7 @@ def test_the_report_shows_kinds_peak_and_traffic() -> None:
 
 
 @needs_stand_in
-def test_a_device_of_its_own_holds_and_sends_what_the_one_memory_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_separate_device_holds_and_sends_what_one_memory_did(monkeypatch: pytest.MonkeyPatch) -> None:
     # The attentions of CPU and CUDA keep other statistics.
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda query, key, value, is_causal: query * key + value)
     one, two = run_sharded(fake=True), run_sharded(fake=True, device="sim")
@@ -348,7 +348,7 @@ def test_a_device_of_its_own_holds_and_sends_what_the_one_memory_did(monkeypatch
 
 
 @needs_stand_in
-def test_what_is_offloaded_stands_on_the_host_and_the_rest_on_the_device() -> None:
+def test_offloaded_tensors_are_on_the_host_others_on_the_device() -> None:
     simulation = run_sharded(fake=True, device="sim", place=CPUOffloadPolicy(pin_memory=False))
     whole = run_sharded(fake=True)
     host = simulation.on("cpu")
@@ -378,7 +378,7 @@ def test_each_memory_has_a_peak_of_its_own() -> None:
 
 @needs_stand_in
 @pytest.mark.parametrize("device", ["cpu", "sim"])
-def test_a_buffer_that_is_released_and_filled_again_stays_in_its_memory(device: str) -> None:
+def test_a_buffer_released_and_filled_again_stays_in_its_memory(device: str) -> None:
     with simulate(device="sim") as simulation:
         full = torch.zeros(8, device=device)
         full.untyped_storage().resize_(0)
@@ -390,7 +390,7 @@ def test_a_buffer_that_is_released_and_filled_again_stays_in_its_memory(device: 
 
 
 @needs_stand_in
-def test_a_released_buffer_is_caught_in_a_backward_on_the_device_too() -> None:
+def test_a_released_buffer_is_caught_in_a_backward_on_the_device() -> None:
     with simulate(device="sim") as simulation:
         full = torch.zeros(8, device=simulation.device)
         loss = (torch.ones(8, device=simulation.device, requires_grad=True) * full).sum()

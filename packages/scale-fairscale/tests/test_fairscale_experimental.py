@@ -24,7 +24,6 @@ from fairscale.experimental.tooling.layer_memory_tracker import (
     suggest_checkpoint_location,
 )
 from fairscale.nn import FullyShardedDataParallel, checkpoint_wrapper
-from scale_core.testing import run_ranks
 
 
 def layers() -> nn.Sequential:
@@ -187,7 +186,7 @@ def test_memory_is_traced_and_checkpoints_are_suggested(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak  # It needs matplotlib.
-def test_traces_with_and_without_checkpoints_are_drawn_beside_each_other() -> None:
+def test_traces_with_and_without_checkpoints_are_drawn_together() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
     jobs = {}
     for name in ("no checkpoint", "checkpoint"):
@@ -229,7 +228,8 @@ def train(model: SlowMoDistributedDataParallel, steps: int) -> list[Tensor]:
     return history
 
 
-def synchronized_batch_norms() -> None:
+@pytest.mark.ranks(2)
+def test_synchronized_batch_norms_are_those_of_all_samples() -> None:
     """Statistics and gradients are those of a plain batch norm on all samples, 3 of this rank and 5 of that."""
     rank = dist.get_rank()
     mine = slice(0, 3) if rank == 0 else slice(3, 8)
@@ -262,7 +262,8 @@ def synchronized_batch_norms() -> None:
     assert type(converted[1]) is SyncBatchNorm and converted(torch.randn(2, 2)).shape == (2, 2)
 
 
-def gathered_for_each_pass() -> None:
+@pytest.mark.ranks(2)
+def test_wrappers_are_gathered_for_each_pass() -> None:
     """Buffers of 512 bytes, padding included, are gathered again in the backward but for the outermost wrapper's."""
     torch.manual_seed(0)
     group = ProcessGroupTracker(None)
@@ -278,28 +279,6 @@ def gathered_for_each_pass() -> None:
         forward = [(True, 512, 512), (True, 0, 512), (True, 512, 1024), (True, 0, 512), (True, 512, 1024)]
         backward = [(False, 512, 0), (False, 0, 0), (False, 512, 0), (False, 0, 0), (False, 0, 0)]
         assert found == forward + backward
-
-
-def on_two_nodes() -> dict[str, Any]:
-    events: list[tuple[Any, ...]] = []
-    tracker = ProcessGroupTracker(None, lambda *event: events.append(event))
-    sharded = FullyShardedDataParallel(layers(), process_group=tracker)
-    assert sharded(torch.ones(1, 4)).shape == (1, 4) and sharded.world_size == 2
-    outputs = [torch.zeros(3), torch.zeros(3)]
-    inputs = [torch.full((3,), float(dist.get_rank()))]
-    tracker.allgather([outputs], inputs).wait()
-    ((event, told_outputs, told_inputs),) = events
-    assert event is ProcessGroupTrackingEvent.allgather and tracker.size() == 2
-    assert told_outputs[0] is outputs and told_inputs is inputs
-    assert [each[0].item() for each in outputs] == [0.0, 1.0]
-    synchronized_batch_norms()
-    gathered_for_each_pass()
-    with pytest.raises(NotImplementedError, match=r"slowmo_memory_efficient=False with slowmo_frequency=47 and local"):
-        slow_model(momentum=0.5, slow_every=47, average_every=3, slowmo_memory_efficient=False)
-    return {
-        "one node": train(SlowMoDistributedDataParallel(layers(), 2, slowmo_momentum=0.0), 2),
-        **{name: train(slow_model(**settings), 8) for name, settings in SLOWMO.items()},
-    }
 
 
 SLOWMO: dict[str, dict[str, Any]] = {
@@ -324,37 +303,60 @@ def slow_model(
     )
 
 
-def slowmo_reference(
-    steps: int, *, momentum: float, slow_every: int, average_every: int, slow_lr: float = 1.0
-) -> list[Tensor]:
-    """Algorithm 1 of arXiv 1910.00643 over two nodes, on one process."""
-    nodes = [layers(), layers()]
-    vector = nn.utils.parameters_to_vector
-    outer, u = vector(nodes[0].parameters()).detach().clone(), torch.zeros(100)
-    history = []
-    for step in range(steps):
-        for rank, node in enumerate(nodes):
-            node.zero_grad()
-            inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + rank))
-            node(inputs).square().mean().backward()
-            with torch.no_grad():
-                for param in node.parameters():
-                    param.sub_(0.1 * param.grad)
-        is_slow = (momentum != 0 or slow_lr != 1) and (step + 1) % slow_every == 0
-        if is_slow or (step + 1) % average_every == 0:
-            with torch.no_grad():
-                mean = sum(vector(node.parameters()) for node in nodes) / 2
-                if is_slow:
-                    u = momentum * u + (outer - mean) / 0.1
-                    outer = mean = outer - slow_lr * 0.1 * u
-                for node in nodes:
-                    nn.utils.vector_to_parameters(mean.clone(), node.parameters())
-        history.append(vector(nodes[0].parameters()).detach().clone())
-    return history
+@pytest.mark.ranks(2)
+def test_a_tracked_group_tells_of_its_collectives() -> None:
+    events: list[tuple[Any, ...]] = []
+    tracker = ProcessGroupTracker(None, lambda *event: events.append(event))
+    sharded = FullyShardedDataParallel(layers(), process_group=tracker)
+    assert sharded(torch.ones(1, 4)).shape == (1, 4) and sharded.world_size == 2
+    outputs = [torch.zeros(3), torch.zeros(3)]
+    inputs = [torch.full((3,), float(dist.get_rank()))]
+    tracker.allgather([outputs], inputs).wait()
+    ((event, told_outputs, told_inputs),) = events
+    assert event is ProcessGroupTrackingEvent.allgather and tracker.size() == 2
+    assert told_outputs[0] is outputs and told_inputs is inputs
+    assert [each[0].item() for each in outputs] == [0.0, 1.0]
 
 
+@pytest.mark.ranks(2)
 def test_slowmo_is_that_of_the_paper() -> None:
-    first, second = run_ranks(on_two_nodes, 2)
+    def slowmo_reference(
+        steps: int, *, momentum: float, slow_every: int, average_every: int, slow_lr: float = 1.0
+    ) -> list[Tensor]:
+        """Algorithm 1 of arXiv 1910.00643 over two nodes, on one process."""
+        nodes = [layers(), layers()]
+        vector = nn.utils.parameters_to_vector
+        outer, u = vector(nodes[0].parameters()).detach().clone(), torch.zeros(100)
+        history = []
+        for step in range(steps):
+            for rank, node in enumerate(nodes):
+                node.zero_grad()
+                inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * step + rank))
+                node(inputs).square().mean().backward()
+                with torch.no_grad():
+                    for param in node.parameters():
+                        param.sub_(0.1 * param.grad)
+            is_slow = (momentum != 0 or slow_lr != 1) and (step + 1) % slow_every == 0
+            if is_slow or (step + 1) % average_every == 0:
+                with torch.no_grad():
+                    mean = sum(vector(node.parameters()) for node in nodes) / 2
+                    if is_slow:
+                        u = momentum * u + (outer - mean) / 0.1
+                        outer = mean = outer - slow_lr * 0.1 * u
+                    for node in nodes:
+                        nn.utils.vector_to_parameters(mean.clone(), node.parameters())
+            history.append(vector(nodes[0].parameters()).detach().clone())
+        return history
+
+    with pytest.raises(NotImplementedError, match=r"slowmo_memory_efficient=False with slowmo_frequency=47 and local"):
+        slow_model(momentum=0.5, slow_every=47, average_every=3, slowmo_memory_efficient=False)
+    histories = {
+        "one node": train(SlowMoDistributedDataParallel(layers(), 2, slowmo_momentum=0.0), 2),
+        **{name: train(slow_model(**settings), 8) for name, settings in SLOWMO.items()},
+    }
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, histories)
+    first, second = by_rank
     for name, settings in SLOWMO.items():
         torch.testing.assert_close(first[name], slowmo_reference(8, **settings))
         assert not torch.equal(first[name][0], second[name][0])  # Between two averages.

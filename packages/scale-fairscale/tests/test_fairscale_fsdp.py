@@ -20,7 +20,6 @@ from fairscale.utils.testing import DummyProcessGroup
 from scale_core.errors import ContractError
 from scale_core.shard import as_local
 from scale_core.state import sharded_state_dict
-from scale_core.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +110,7 @@ class Shifted(nn.Module):
         return self.norm(self.inner(x + self.shift))
 
 
-def test_buffers_take_the_compute_dtype_and_are_saved_in_their_own() -> None:
+def test_buffers_take_the_compute_dtype_and_are_saved_in_theirs() -> None:
     model = FullyShardedDataParallel(Shifted(), mixed_precision=True).eval()
     assert model(torch.ones(2, 4)).dtype == model.module.shift.dtype == torch.float16
     assert model.module.norm.num_batches_tracked.dtype == torch.int64
@@ -153,7 +152,7 @@ def test_a_weight_that_two_wrappers_share_gets_both_gradients() -> None:
     assert model[0].module.weight is model[2].module.weight
 
 
-def test_parameters_are_reset_inside_of_summon_full_params_and_outside() -> None:
+def test_parameters_are_reset_in_summon_full_params_and_outside() -> None:
     linear = FullyShardedDataParallel(nn.Linear(4, 4), allow_reset_parameters=True)
     assert linear.process_group_reduce_scatter is linear.process_group
     values = [linear.state_dict()["weight"].clone()]
@@ -187,7 +186,7 @@ def test_errors_have_fairscales_types_and_texts() -> None:
         pass
 
 
-def test_arguments_of_fairscales_machinery_warn_once_where_they_are_given() -> None:
+def test_arguments_of_fairscales_machinery_warn_once_at_the_call() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -270,7 +269,8 @@ def shards_of_optimizer_state(
     return by_rank
 
 
-def on_two_ranks() -> dict[str, Any]:
+@pytest.mark.ranks(2)
+def test_two_ranks_train_save_consolidate_and_resume() -> None:
     # In another order on each rank, as Tango wraps what it keeps in a set.
     module = plain_model()
     for index in (0, 2) if dist.get_rank() else (2, 0):
@@ -293,28 +293,18 @@ def on_two_ranks() -> dict[str, Any]:
     optimizer.load_state_dict(shards[dist.get_rank()])
     for each in ((model, optimizer), (unflattened, resumed)):
         train(*each, 2)
+    by_rank: list[Any] = [None, None]
+    dist.all_gather_object(by_rank, local)
+    assert (full is not None) == (dist.get_rank() == 0)
+    torch.testing.assert_close(dict(unflattened.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
+    assert held[0]["param_id_map"] == {name: n for n, (name, _) in enumerate(plain_model().named_parameters())}
+    weights, metadata = zip(*reversed(by_rank), strict=True)  # in any order
     differing = FullyShardedDataParallel(plain_model(seed=dist.get_rank()))
-    with pytest.raises(ContractError, match=r"torch\.manual_seed") as caught:
+    with pytest.raises(ContractError, match=r"torch\.manual_seed"):
         differing(torch.ones(1, 4))
     loaded = FullyShardedDataParallel(plain_model(seed=dist.get_rank()))
     loaded.load_state_dict(model.state_dict())
     loaded(torch.ones(1, 4))
-    return {
-        "local": local,
-        "is gathered": full is not None,
-        "weights": dict(model.state_dict()),
-        "resumed": dict(unflattened.state_dict()),
-        "error": str(caught.value),
-        "param_id_map": held[0]["param_id_map"],
-    }
-
-
-def test_two_ranks_train_save_consolidate_and_resume() -> None:
-    first, second = run_ranks(on_two_ranks, 2)
-    assert (first["is gathered"], second["is gathered"]) == (True, False)
-    torch.testing.assert_close(first["resumed"], first["weights"], rtol=0, atol=0)
-    assert first["param_id_map"] == {name: number for number, (name, _) in enumerate(plain_model().named_parameters())}
-    weights, metadata = zip(second["local"], first["local"], strict=True)  # in any order
     whole = FullyShardedDataParallel.consolidate_shard_weights(weights, metadata)
     reference = plain_model()
     optimizer = torch.optim.Adam(reference.parameters(), lr=0.01)
@@ -325,7 +315,7 @@ def test_two_ranks_train_save_consolidate_and_resume() -> None:
             (reference(inputs).square().mean() / 2).backward()
         optimizer.step()
     torch.testing.assert_close(whole, dict(reference.state_dict()), rtol=1e-5, atol=1e-6)
-    (outer, *inner) = first["local"][1]["param_metadata"]
+    (outer, *inner) = metadata[-1]["param_metadata"]
     assert outer["fsdp_path"] == "" and outer["params"]["flat_param_0"]["names"] == ["3.weight", "3.bias"]
     assert [each["fsdp_path"] for each in inner] == ["0", "2"]
 

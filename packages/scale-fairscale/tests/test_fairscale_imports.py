@@ -1,8 +1,15 @@
 """Every path by which programs import something of FairScale's data-parallel half."""
 
 import importlib
+import warnings
+from importlib import metadata
+from typing import Any
 
 import pytest
+
+import fairscale
+from fairscale import _warnings
+from fairscale._warnings import FairScaleWarning, Refused, warn_argument
 
 PATHS = {
     "fairscale.nn": "checkpoint_wrapper FullyShardedDataParallel ShardedDataParallel MOELayer Top2Gate "
@@ -83,3 +90,49 @@ def test_what_is_not_offered_is_refused_when_it_is_used(path: str, name: str, in
     with pytest.raises(NotImplementedError, match=rf"{name}|MemoryEfficientVocabOutput") as caught:
         offered()
     assert instead in str(caught.value)
+
+
+def test_versions_compare_as_strings_as_fairseq_does() -> None:
+    assert not fairscale.__version__ < "0.4.0"
+    assert fairscale.__version__ == ".".join(map(str, fairscale.__version_tuple__))
+
+
+def test_the_distributions_version_is_known_as_transformers_asks() -> None:
+    assert metadata.version("fairscale") == fairscale.__version__
+    assert metadata.requires("fairscale") == ["scale-fairscale"]
+
+
+def test_it_refuses_to_stand_beside_fairscale(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = metadata.distributions
+
+    def with_fairscale(**kwargs: Any) -> Any:
+        return found(name="torch") if kwargs.get("name") == "fairscale" else found(**kwargs)
+
+    monkeypatch.setattr(metadata, "distributions", with_fairscale)
+    with pytest.raises(ImportError, match="pip uninstall fairscale and then reinstall scale-fairscale"):
+        importlib.reload(fairscale)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_said() -> None:
+    _warnings.warn_once.cache_clear()
+
+
+def test_an_argument_warns_once_and_at_the_callers_line() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            warn_argument("OSS", "group", "has another name: OSS(params, SGD, process_group=group)")
+    (warning,) = caught
+    assert warning.category is FairScaleWarning
+    assert warning.filename == __file__
+    assert str(warning.message) == "OSS(group=): has another name: OSS(params, SGD, process_group=group)"
+
+
+def test_what_is_not_offered_says_why_and_what_to_use() -> None:
+    class Gone(Refused):
+        why = "nobody used it"
+        instead = "torch.nn.Linear"
+
+    with pytest.raises(NotImplementedError, match=r"^Gone is not offered: nobody used it\. Use torch.nn.Linear$"):
+        Gone(1, two=2)

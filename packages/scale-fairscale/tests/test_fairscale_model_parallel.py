@@ -32,7 +32,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_the_reference_code_runs_on_one_process_without_initialization(sizes: Sizes, tmp_path: Path) -> None:
+def test_the_reference_runs_on_one_uninitialized_process(sizes: Sizes, tmp_path: Path) -> None:
     plain = write_consolidated(tmp_path / "7B", sizes, 1)
     model, _ = build(tmp_path / "7B", sizes, 1)
     assert not fs_init.model_parallel_is_initialized() and fs_init.get_model_parallel_rank() == 0
@@ -62,7 +62,7 @@ def on_two_ranks(folder: str) -> list[tuple[Tensor, bool, bool]]:
     return results
 
 
-def test_two_ranks_load_their_files_compute_what_one_does_and_would_write_the_same_files(tmp_path: Path) -> None:
+def test_two_ranks_load_compute_and_write_what_one_process_does(tmp_path: Path) -> None:
     """And a snapshot has full tensors, which the plain model reads."""
     plain = [write_consolidated(tmp_path / str(number), sizes, 2) for number, sizes in enumerate(SIZES)]
     for results in run_ranks(on_two_ranks, 2, str(tmp_path)):

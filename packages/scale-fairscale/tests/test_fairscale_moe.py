@@ -7,41 +7,38 @@ from torch import Tensor, nn
 
 from fairscale.nn import MOELayer, Top2Gate
 from fairscale.nn.moe.top2gate import top2gating
-from scale_core.testing import run_ranks
 
 DIM = 4
 
 
-def gating_by_the_paper(logits: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss and the weights [S, E, C] of algorithm 1, token by token; `second` [S] is what was drawn."""
-    num_tokens, num_experts = logits.shape
-    capacity = 2 * num_tokens // num_experts
-    scores = logits.softmax(1)
-    first = scores.argmax(1)
-    fraction = torch.stack([(first == expert).float().mean() for expert in range(num_experts)])
-    taken, slots = [0] * num_experts, []
-    for choices in (first, second):
-        slots.append([])
-        for expert in choices.tolist():
-            slots[-1].append(taken[expert])
-            taken[expert] += 1
-    weights = torch.zeros(num_tokens, num_experts, capacity)
-    for token in range(num_tokens):
-        kept = [(c[token], s[token]) for c, s in zip((first, second), slots, strict=True) if s[token] < capacity]
-        total = sum(scores[token, expert] for expert, _ in kept)
-        for expert, slot in kept:
-            weights[token, expert, slot] = scores[token, expert] / total
-    return (scores.mean(0) * fraction).mean(), weights
-
-
-def drawn_second(logits: Tensor) -> Tensor:
-    """The second expert of each token, by the Gumbel-max trick, from the numbers that come next."""
-    noisy = logits + torch.distributions.Gumbel(torch.tensor(0.0), torch.tensor(1.0)).rsample(logits.shape)
-    return noisy.scatter(1, logits.argmax(1, keepdim=True), float("-inf")).argmax(1)
-
-
 @pytest.mark.parametrize("num_experts, sharpness", [(2, 1.0), (3, 1.0), (4, 8.0), (8, 1.0)])
 def test_top2gating_is_the_papers_algorithm(num_experts: int, sharpness: float) -> None:
+    def gating_by_the_paper(logits: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss and the weights [S, E, C] of algorithm 1, token by token; `second` [S] is what was drawn."""
+        num_tokens, num_experts = logits.shape
+        capacity = 2 * num_tokens // num_experts
+        scores = logits.softmax(1)
+        first = scores.argmax(1)
+        fraction = torch.stack([(first == expert).float().mean() for expert in range(num_experts)])
+        taken, slots = [0] * num_experts, []
+        for choices in (first, second):
+            slots.append([])
+            for expert in choices.tolist():
+                slots[-1].append(taken[expert])
+                taken[expert] += 1
+        weights = torch.zeros(num_tokens, num_experts, capacity)
+        for token in range(num_tokens):
+            kept = [(c[token], s[token]) for c, s in zip((first, second), slots, strict=True) if s[token] < capacity]
+            total = sum(scores[token, expert] for expert, _ in kept)
+            for expert, slot in kept:
+                weights[token, expert, slot] = scores[token, expert] / total
+        return (scores.mean(0) * fraction).mean(), weights
+
+    def drawn_second(logits: Tensor) -> Tensor:
+        """The second expert of each token, by the Gumbel-max trick, from the numbers that come next."""
+        noisy = logits + torch.distributions.Gumbel(torch.tensor(0.0), torch.tensor(1.0)).rsample(logits.shape)
+        return noisy.scatter(1, logits.argmax(1, keepdim=True), float("-inf")).argmax(1)
+
     torch.manual_seed(num_experts)
     logits = (torch.randn(24, num_experts) * sharpness).requires_grad_()
     torch.manual_seed(7)
@@ -56,22 +53,10 @@ def test_top2gating_is_the_papers_algorithm(num_experts: int, sharpness: float) 
     torch.testing.assert_close(found[0], found[1])
 
 
-def test_a_number_of_tokens_that_experts_do_not_divide_is_an_error() -> None:
+def test_tokens_that_experts_do_not_divide_are_an_error() -> None:
     with pytest.raises(AssertionError, match="expected a number of tokens that 3 experts divide") as caught:
         Top2Gate(DIM, 3)(torch.randn(4, DIM))
     assert isinstance(caught.value, ValueError)
-
-
-class Recorded(nn.Module):
-    """A gate that keeps what it returned."""
-
-    def __init__(self, gate: nn.Module) -> None:
-        super().__init__()
-        self.gate = gate
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        self.found: tuple[Tensor, Tensor, Tensor] = self.gate(tokens)
-        return self.found
 
 
 def experts_of(rank: int, count: int) -> nn.ModuleList:
@@ -79,8 +64,21 @@ def experts_of(rank: int, count: int) -> nn.ModuleList:
     return nn.ModuleList(nn.Sequential(nn.Linear(DIM, 6), nn.Tanh(), nn.Linear(6, DIM)) for _ in range(count))
 
 
-def layer_equals_dense_formulas() -> None:
+@pytest.mark.ranks(0, 2)
+def test_the_layer_is_gshards_in_one_process_and_on_two_ranks() -> None:
     """The layer against einsums over all experts; the reference of the other rank's shard is computed here, too."""
+
+    class Recorded(nn.Module):
+        """A gate that keeps what it returned."""
+
+        def __init__(self, gate: nn.Module) -> None:
+            super().__init__()
+            self.gate = gate
+
+        def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            self.found: tuple[Tensor, Tensor, Tensor] = self.gate(tokens)
+            return self.found
+
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     per_rank = 2
     torch.manual_seed(1)
@@ -113,14 +111,6 @@ def layer_equals_dense_formulas() -> None:
             torch.testing.assert_close(gate.gate.wg.weight.grad, plain_gate.wg.weight.grad)
     for found, plain in zip(layer.experts.parameters(), twin[rank].parameters(), strict=True):
         torch.testing.assert_close(found.grad, plain.grad)  # of the tokens of all ranks, added up
-
-
-def test_the_layer_is_gshards_on_one_rank() -> None:
-    layer_equals_dense_formulas()
-
-
-def test_the_layer_is_gshards_on_two_ranks() -> None:
-    run_ranks(layer_equals_dense_formulas, 2)
 
 
 def test_a_gate_of_ones_own_sends_tokens_where_it_says() -> None:

@@ -20,7 +20,6 @@ from fairscale.optim.grad_scaler import OptState, ShardedGradScaler
 from fairscale.optim.layerwise_gradient_scaler import LayerwiseGradientScaler
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +45,8 @@ class FairseqOSS(OSS):
         raise AttributeError(f"FairseqOSS has no attribute {name!r}")
 
 
-def as_trainers_use_it() -> list[str]:
+@pytest.mark.ranks(2)
+def test_oss_is_built_and_subclassed_as_trainers_do() -> None:
     """As Lightning and fairseq construct it, on two ranks."""
     module = model()
     plain = torch.optim.AdamW(module.parameters(), lr=0.1)
@@ -75,17 +75,13 @@ def as_trainers_use_it() -> list[str]:
         for tensor in held:
             dist.broadcast(tensor, rank)
         assert all(map(torch.equal, held, wrapped.parameters()))
-    return [str(warning.message) for warning in caught]
+    assert [str(warning.message) for warning in caught] == [
+        "OSS(group=): is process_group in new code: scale_oss.OSS(params, SGD, process_group=group)",
+    ]
 
 
-def test_oss_is_built_and_subclassed_as_trainers_do() -> None:
-    for said in run_ranks(as_trainers_use_it, 2):
-        assert said == [
-            "OSS(group=): is process_group in new code: scale_oss.OSS(params, SGD, process_group=group)",
-        ]
-
-
-def averaged_by_hand() -> list[str]:
+@pytest.mark.ranks(2)
+def test_adascale_keeps_its_gain_on_gradients_averaged_by_hand() -> None:
     """A step of AdaScale on gradients that the program averages has the last gain; on others there is an error."""
     module = model()
     before = [param.detach().clone() for param in module.parameters()]
@@ -103,10 +99,15 @@ def averaged_by_hand() -> list[str]:
     for param, old in zip(module.parameters(), before, strict=True):
         assert torch.equal(param, old - 0.5 * param.grad)
     assert (optimizer.gain(), optimizer.progress, len(optimizer._hook_handles)) == (1.0, 1.0, 4)
-    return [str(warning.message) for warning in caught]
+    (warning,) = caught
+    assert "the gain stays what it was" in str(warning.message)
+    adascale = AdaScale(torch.optim.SGD([parameter := nn.Parameter(torch.zeros(3))], lr=0.1))
+    parameter.grad = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, -3.0]][dist.get_rank()])
+    assert adascale._compute_intra_grad_corr_mean() == pytest.approx(-4 / 28**0.5)
 
 
-def on_gradients_that_nobody_has_reduced() -> list[str]:
+@pytest.mark.ranks(2)
+def test_unreduced_gradients_are_stepped_on_with_a_warning() -> None:
     """Each part of the parameters takes the step of the rank that updates it; what a scaler divides must be reduced."""
     module = model()
     optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.5)
@@ -141,18 +142,8 @@ def on_gradients_that_nobody_has_reduced() -> list[str]:
             assert torch.equal(param.flatten(), expected) and unreduced_grad(param) is None
         wrapped(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    said += averaged_by_hand()
-    adascale = AdaScale(torch.optim.SGD([parameter := nn.Parameter(torch.zeros(3))], lr=0.1))
-    parameter.grad = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, -3.0]][dist.get_rank()])
-    assert adascale._compute_intra_grad_corr_mean() == pytest.approx(-4 / 28**0.5)
-    return said
-
-
-def test_gradients_that_were_not_reduced_are_stepped_on_with_a_warning() -> None:
-    for said in run_ranks(on_gradients_that_nobody_has_reduced, 2):
-        text, averaged = said
-        assert "the gain stays what it was" in averaged
-        assert "run the last backward() before the step outside of no_sync(), or call model.reduce()" in text
+    (text,) = said
+    assert "run the last backward() before the step outside of no_sync(), or call model.reduce()" in text
 
 
 def test_the_state_inside_is_found_by_parameter() -> None:
@@ -198,7 +189,8 @@ def test_a_wrapped_model_may_be_half_for_a_while() -> None:
     torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
-def half_with_gradients() -> None:
+@pytest.mark.ranks(2)
+def test_half_precision_evaluates_between_a_pass_and_its_step() -> None:
     module = model()
     optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.1)
     wrapped = ShardedDataParallel(module, optimizer)
@@ -212,11 +204,7 @@ def half_with_gradients() -> None:
     optimizer.step()
 
 
-def test_a_wrapped_model_is_evaluated_in_half_precision_between_a_pass_and_its_step() -> None:
-    run_ranks(half_with_gradients, 2)
-
-
-def test_gradients_that_require_gradients_are_refused_before_a_pass() -> None:
+def test_gradients_requiring_gradients_are_refused_before_a_pass() -> None:
     module = model()
     wrapped = ShardedDataParallel(module, OSS(module.parameters(), lr=0.1))
     module[2].bias.grad = torch.zeros(2, requires_grad=True)
@@ -236,7 +224,7 @@ def test_buckets_and_flags_of_fairscale_warn() -> None:
         wrapped.to("meta")
 
 
-def test_adascale_refuses_one_gradient_on_one_rank_as_fairscale_does() -> None:
+def test_adascale_refuses_one_gradient_on_one_rank_as_fairscale() -> None:
     parameters = list(model().parameters())
     with pytest.raises(RuntimeError, match="AdaScale does not support a single worker without grad accumulation"):
         AdaScale(torch.optim.SGD(parameters, lr=0.1))
@@ -262,9 +250,7 @@ def test_adascale_gives_fairscales_gains() -> None:
 
 
 @pytest.mark.parametrize("smoothing, gains", [(0.9, (4 / 3, 1.2, 2.0)), (0.5, (1.25, 1.2, 4 / 3))])
-def test_averages_of_an_added_group_count_the_steps_before_it_without_debiasing(
-    smoothing: float, gains: tuple[float, ...]
-) -> None:
+def test_an_added_groups_averages_count_steps_without_debiasing(smoothing: float, gains: tuple[float, ...]) -> None:
     """Means begin with zeros for these steps, averages that fade with the gain 1; moments are (0.5, 1) and (1, 0)."""
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = AdaScale(
@@ -353,7 +339,7 @@ class Residual(nn.Module):
         return self.last(self.block(x) + x)
 
 
-def test_scales_of_layers_leave_no_trace_in_gradients_outside_them() -> None:
+def test_scales_of_layers_leave_no_trace_in_outside_gradients() -> None:
     expected, scaled, inputs = Residual(), Residual(), torch.randn(2, 3, 8)
     expected(inputs).square().sum().backward()
     names = ["first", "block.norm1", "block.linear1", "block.self_attn.out_proj", "block.linear2", "last"]
@@ -382,7 +368,7 @@ def test_scaled_layers_that_share_a_parameter_are_refused() -> None:
     LayerwiseGradientScaler(module, {"1": 2.0})
 
 
-def test_a_step_calls_each_hook_once_beside_an_optimizer_of_new_code() -> None:
+def test_a_step_calls_each_hook_once_beside_a_new_optimizer() -> None:
     module, calls = model(), []
     optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.5)
     scale_oss.OSS(model().parameters(), torch.optim.SGD, lr=0.5)

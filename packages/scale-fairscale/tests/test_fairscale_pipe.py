@@ -111,7 +111,7 @@ def test_balances_that_do_not_fit_say_where_one_can_be_had(kind: type[Pipe], mod
             kind(layers(), [3], devices=["cpu"], **arguments)  # type: ignore[arg-type]
 
 
-def test_modules_that_cannot_be_cut_are_refused_and_torchgpipe_refuses_shared_parameters() -> None:
+def test_uncuttable_modules_and_torchgpipes_ties_are_refused() -> None:
     layer, one, other = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
     other.weight = one.weight
     for kind in (Pipe, GPipe):
@@ -144,7 +144,7 @@ def test_a_pipe_takes_and_returns_a_tensor_or_a_tuple_of_them() -> None:
         empty(42)  # type: ignore[arg-type]
 
 
-def test_skippable_layers_are_held_as_module_in_names_and_in_repr() -> None:
+def test_skippable_layers_are_held_as_module_in_names_and_repr() -> None:
     outer, inner = Namespace(), Namespace()
     down = [Down(8, 4).isolate(outer), Down(4, 2).isolate(inner)]
     net = nn.Sequential(*down, nn.Tanh(), Up(2, 4).isolate(inner), Up(4, 8).isolate(outer))
@@ -227,7 +227,7 @@ def test_recomputation_has_one_answer_for_all() -> None:
         ("fairscale.experimental.nn.distributed_pipeline.trace", "make_graph"),
     ],
 )
-def test_pipelines_of_several_processes_import_and_say_what_to_write(path: str, name: str) -> None:
+def test_pipelines_of_several_processes_say_what_to_write(path: str, name: str) -> None:
     refused = getattr(importlib.import_module(path), name)
     with pytest.raises(NotImplementedError, match=f"^{name} is not offered: .* Use .*(pipe.step|scale_pipe.split)"):
         refused([LazyModule(lambda: nn.Linear(1, 1))], balance=[1])
@@ -291,9 +291,7 @@ def test_fairscales_readme_runs_with_the_devices_that_there_are() -> None:
 
 @pytest.mark.parametrize("recomputes_before", [False, True])
 @pytest.mark.parametrize("atomic", [True, False])
-def test_the_functions_of_a_checkpoint_recompute_with_the_same_random_numbers(
-    recomputes_before: bool, atomic: bool
-) -> None:
+def test_checkpoint_functions_recompute_the_same_random_numbers(recomputes_before: bool, atomic: bool) -> None:
     """As torchgpipe's own pipeline applies them."""
     calls = []
 
@@ -325,7 +323,7 @@ def test_the_functions_of_a_checkpoint_recompute_with_the_same_random_numbers(
     assert 0 < int((out == 0).sum()) < 64
 
 
-def test_a_replaced_method_of_a_checkpoint_is_said_to_have_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_method_of_a_checkpoint_warns_of_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     _warnings.warn_once.cache_clear()
     with pytest.warns(FairScaleWarning, match=r"Recompute\.forward =: pipelines recompute by scale_checkpoint"):
         monkeypatch.setattr(Recompute, "forward", Recompute.forward)

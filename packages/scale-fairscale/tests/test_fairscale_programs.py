@@ -23,7 +23,6 @@ from fairscale.optim.grad_scaler import ShardedGradScaler
 from fairscale.optim.utils import broadcast_object
 from fairscale.utils.containers import pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors
 from fairscale.utils.testing import set_random_seed
-from scale_core.testing import run_ranks
 
 
 def model() -> nn.Sequential:
@@ -53,11 +52,11 @@ BUILDERS: dict[str, Any] = {
 }
 
 
-def groups_of(net: nn.Sequential) -> list[dict[str, Any]]:
-    return [{"params": net[0].parameters(), "lr": 0.05}, {"params": list(net[2].parameters())}]
+@pytest.mark.ranks(2)
+def test_oss_takes_what_builds_an_optimizer() -> None:
+    def groups_of(net: nn.Sequential) -> list[dict[str, Any]]:
+        return [{"params": net[0].parameters(), "lr": 0.05}, {"params": list(net[2].parameters())}]
 
-
-def oss_of_any_builder() -> None:
     for name, build in BUILDERS.items():
         default = {"lr": 0.1, "momentum": 0.9} if name == "a class" else {}
         mine, plain = model(), model()
@@ -66,10 +65,6 @@ def oss_of_any_builder() -> None:
             reference = torch.optim.SGD(groups(plain), lr=0.1, momentum=0.9)
             for ours, theirs in zip(train(mine, optimizer), train(plain, reference), strict=True):
                 torch.testing.assert_close(ours, theirs, msg=name)
-
-
-def test_oss_takes_what_builds_an_optimizer() -> None:
-    run_ranks(oss_of_any_builder, 2)
     with pytest.raises(TypeError, match="expected optim to build an optimizer, got None"):
         OSS(model().parameters(), lambda params: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="given 1 parameter groups and built an optimizer with 2"):
@@ -79,7 +74,8 @@ def test_oss_takes_what_builds_an_optimizer() -> None:
 # fairseq's and metaseq's optimizers hand `OSS.group` to torch.distributed.
 
 
-def group_of_oss() -> None:
+@pytest.mark.ranks(2)
+def test_the_group_of_oss_is_torchs() -> None:
     warnings.simplefilter("ignore", FairScaleWarning)
     optimizer = OSS(model().parameters(), torch.optim.Adam, group=dist.new_group([0, 1]), lr=0.1)
     assert isinstance(optimizer.group, dist.ProcessGroup)
@@ -90,15 +86,15 @@ def group_of_oss() -> None:
     assert broadcast_object({"rank": dist.get_rank()}, 1, optimizer.group) == {"rank": 1}
 
 
-def test_the_group_of_oss_is_torchs() -> None:
-    run_ranks(group_of_oss, 2)
+def test_without_ranks_oss_has_no_group() -> None:
     assert OSS(model().parameters(), lr=0.1).group is None
 
 
 # Lightning 1.9's strategy looks for flat parameters in its optimizer; stoke for the factors of a wrapper.
 
 
-def attributes_of_fsdp() -> None:
+@pytest.mark.ranks(2)
+def test_attributes_that_programs_read_of_fsdp() -> None:
     warnings.simplefilter("ignore", FairScaleWarning)
     flat, plain = FSDP(model(), flatten_parameters=True), FSDP(model(), flatten_parameters=False)
     assert all(isinstance(param, FlatParameter) for param in flat.parameters())
@@ -115,10 +111,6 @@ def attributes_of_fsdp() -> None:
         net(torch.ones(1, 4)).sum().backward()
         grads.append([param.grad for param in net.parameters() if param.grad is not None])
     assert sum(float(grad.sum()) for grad in grads[0]) == pytest.approx(2 * sum(float(g.sum()) for g in grads[2]))
-
-
-def test_attributes_that_programs_read_of_fsdp() -> None:
-    run_ranks(attributes_of_fsdp, 2)
     wrapped = FlattenParamsWrapper(nn.Linear(2, 2))
     assert all(isinstance(param, FlatParameter) for param in wrapped.parameters())
     assert not isinstance(nn.Linear(2, 2).weight, FlatParameter) and not isinstance(None, FlatParameter)
@@ -127,27 +119,25 @@ def test_attributes_that_programs_read_of_fsdp() -> None:
 # LLaMA2-Accessory's adapters derive from divided layers and fill themselves.
 
 
-class LoraColumn(ColumnParallelLinear):
-    def __init__(self, size: int) -> None:
-        nn.Module.__init__(self)
-        self.output_size_per_partition = size
-        self.weight = nn.Parameter(torch.ones(size, 3))
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        return input_ @ self.weight.T
-
-
-class LoraRow(RowParallelLinear):
-    def __init__(self, size: int) -> None:
-        nn.Module.__init__(self)
-        self.input_size_per_partition = size
-        self.weight = nn.Parameter(torch.ones(3, size))
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        return input_ @ self.weight.T
-
-
 def test_a_class_derived_from_a_divided_layer_may_fill_itself() -> None:
+    class LoraColumn(ColumnParallelLinear):
+        def __init__(self, size: int) -> None:
+            nn.Module.__init__(self)
+            self.output_size_per_partition = size
+            self.weight = nn.Parameter(torch.ones(size, 3))
+
+        def forward(self, input_: torch.Tensor) -> torch.Tensor:
+            return input_ @ self.weight.T
+
+    class LoraRow(RowParallelLinear):
+        def __init__(self, size: int) -> None:
+            nn.Module.__init__(self)
+            self.input_size_per_partition = size
+            self.weight = nn.Parameter(torch.ones(3, size))
+
+        def forward(self, input_: torch.Tensor) -> torch.Tensor:
+            return input_ @ self.weight.T
+
     column, row = LoraColumn(4), LoraRow(4)
     row(column(torch.ones(2, 3))).sum().backward()
     assert (column.output_size_per_partition, row.input_size_per_partition) == (4, 4)
@@ -162,7 +152,9 @@ def test_a_class_derived_from_a_divided_layer_may_fill_itself() -> None:
 # LLaMA2-Accessory's `MetaModel.from_pretrained` assigns the group that it has made.
 
 
-def a_group_that_is_assigned() -> None:
+@pytest.mark.ranks(2)
+def test_a_group_that_is_assigned_divides_layers() -> None:
+    assert fs_init._MODEL_PARALLEL_GROUP is None
     group = dist.new_group([0, 1])
     fs_init._MODEL_PARALLEL_GROUP = group
     assert fs_init._MODEL_PARALLEL_GROUP is group and fs_init.get_model_parallel_world_size() == 2
@@ -173,25 +165,20 @@ def a_group_that_is_assigned() -> None:
     assert not fs_init.model_parallel_is_initialized() and fs_init._MODEL_PARALLEL_GROUP is None
 
 
-def test_a_group_that_is_assigned_divides_layers() -> None:
-    run_ranks(a_group_that_is_assigned, 2)
-    assert fs_init._MODEL_PARALLEL_GROUP is None
-
-
 # VISSL's own tracker of communication is given to wrappers in place of a group.
 
 
-class Tracker:
-    def __init__(self, group: Any) -> None:
-        self.group = group
+@pytest.mark.ranks(2)
+def test_an_object_that_imitates_a_group_is_taken_for_it() -> None:
+    class Tracker:
+        def __init__(self, group: Any) -> None:
+            self.group = group
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "group":
-            raise AttributeError(name)
-        return getattr(self.group, name)
+        def __getattr__(self, name: str) -> Any:
+            if name == "group":
+                raise AttributeError(name)
+            return getattr(self.group, name)
 
-
-def groups_that_are_imitated() -> None:
     _warnings.warn_once.cache_clear()
     tracker = Tracker(dist.new_group([0, 1]))
     with pytest.warns(
@@ -209,12 +196,7 @@ def groups_that_are_imitated() -> None:
     plain = model()
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     for trained in (sharded.state_dict(), replicated.state_dict()):
-        for ours, theirs in zip(trained.values(), plain.state_dict().values(), strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-
-def test_an_object_that_imitates_a_group_is_taken_for_it() -> None:
-    run_ranks(groups_that_are_imitated, 2)
+        torch.testing.assert_close(list(trained.values()), list(plain.state_dict().values()))
 
 
 def test_containers_have_their_older_path() -> None:

@@ -33,7 +33,7 @@ def wrapped(model: nn.Module, policy: Any = None, **options: Any) -> list[str]:
     return [re.sub(r"\bmodule\.?", "", name).rstrip(".") for name in found]
 
 
-def test_the_default_policy_wraps_what_is_large_and_counts_without_the_wrappers_inside() -> None:
+def test_the_default_policy_does_not_count_wrappers_inside() -> None:
     policy = functools.partial(default_auto_wrap_policy, min_num_params=40)
     assert wrapped(linears(7, 7), policy) == ["0", "1"]
     assert wrapped(linears(5, 5), auto_wrap_policy=policy) == [""]
@@ -43,7 +43,7 @@ def test_the_default_policy_wraps_what_is_large_and_counts_without_the_wrappers_
     assert wrapped(linears(7)) == [], "10^8 elements make a wrapper by default"
 
 
-def test_classes_that_are_not_entered_or_not_wrapped_can_be_named() -> None:
+def test_classes_not_entered_or_not_wrapped_can_be_named() -> None:
     def model() -> nn.Module:
         return nn.ModuleDict({"list": nn.ModuleList(linears(7, 7)), "attention": nn.MultiheadAttention(10, 1)})
 

@@ -334,7 +334,7 @@ def test_a_gather_in_fp8_has_no_race(offloads: bool, copies_shard: bool, simulat
         buffer.shard.zero_()
 
 
-def test_a_pass_that_autograds_thread_drops_late_is_aborted_by_the_next(
+def test_a_pass_that_autograd_drops_late_is_aborted_by_the_next(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []

@@ -22,14 +22,13 @@ from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
-from scale_core.testing import run_ranks
 from scale_moe import Balance, Experts, MoE, TokenChoice, average_replicated_gradients, parallelize_experts
 from scale_moe.experts import ExpertSharding
 from scale_moe.mesh_info import ExpertMesh, resolve_expert_mesh
 from scale_moe.parallelize import ParallelExperts
 from scale_snapshot import load_snapshot, save_snapshot
 
-DIM, HIDDEN, EXPERTS, STEPS = 5, 7, 3, 5
+DIM, HIDDEN, EXPERTS, STEPS = 5, 7, 3, 3
 RULE = TokenChoice(2, capacity_factor=1.0, drop_order="choice", normalize_kept=True)
 Build = Callable[[GroupLike], nn.Module]
 
@@ -65,7 +64,7 @@ class Trained(NamedTuple):
 
 
 def train(model: Net, optimizer: torch.optim.Optimizer, first: int = 0) -> Trained:
-    """Five steps; twelve tokens are divided over the expert axis."""
+    """Three steps; twelve tokens are divided over the expert axis."""
     group, found = model.moe.group, Trained([], [], [], [])
     for step in range(first, STEPS):
         whole = torch.randn(12, DIM, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
@@ -85,7 +84,17 @@ def train(model: Net, optimizer: torch.optim.Optimizer, first: int = 0) -> Train
     return found
 
 
-def five_steps(folder: str) -> None:
+def build(name: str, **options: Any) -> Any:
+    """Parts of 16 hidden features are multiples of 16 bytes, which grouped products of transformers need."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "eos_token_id": None}
+    config = AutoConfig.for_model(name, **sizes, **heads, num_local_experts=3, num_experts_per_tok=2, **options)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.ranks(4)
+def test_experts_with_divided_features_train_as_one_process_does() -> None:
     for gated in (True, False):
         alone = Net(Group(), gated=gated)
         expected = train(alone, optimizer_of(alone))
@@ -103,11 +112,13 @@ def five_steps(folder: str) -> None:
             state = model.state_dict()
             for name, value in alone.state_dict().items():
                 torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11, msg=f"{sizes} {name}")
-    snapshots_load_at_other_shapes(folder, expected=train(alone := Net(Group()), optimizer_of(alone)), alone=alone)
 
 
-def snapshots_load_at_other_shapes(folder: str, expected: Trained, alone: Net) -> None:
-    """Two steps on a mesh of 2 x 2, then three on 1 x 4, on 4 x 1, and on one process."""
+@pytest.mark.ranks(4)
+def test_snapshots_load_on_meshes_of_other_shapes(tmp_path: Path) -> None:
+    """Two steps on a mesh of 2 x 2, then one on 1 x 4, on 4 x 1, and on one process."""
+    alone = Net(Group())
+    expected = train(alone, optimizer_of(alone))
     mesh = mesh_of(2, 2)
     model = Net(mesh)
     average_replicated_gradients(model, mesh["expert"])
@@ -115,14 +126,14 @@ def snapshots_load_at_other_shapes(folder: str, expected: Trained, alone: Net) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "STEPS", 2)
         train(model, optimizer)
-    save_snapshot(folder, 2, sharded_state_dict(model, optimizer))
+    save_snapshot(tmp_path, 2, sharded_state_dict(model, optimizer))
     for group in (mesh_of(1, 4), mesh_of(4, 1), Group()):
         other = Net(group)
         if isinstance(group, DeviceMesh):
             average_replicated_gradients(other, group["expert"])
         fresh = optimizer_of(other)
         only: Any = (group,) if isinstance(group, Group) else ()
-        read = load_snapshot(folder, partial(target_state_dict, other, fresh), *only)
+        read = load_snapshot(tmp_path, partial(target_state_dict, other, fresh), *only)
         load_sharded_state_dict(read.state, other, fresh, copy=False)
         assert train(other, fresh, 2).losses == pytest.approx(expected.losses[2:], rel=1e-9)
         state = other.state_dict()
@@ -130,16 +141,8 @@ def snapshots_load_at_other_shapes(folder: str, expected: Trained, alone: Net) -
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11, msg=name)
 
 
-def build(name: str, **options: Any) -> Any:
-    """Parts of 16 hidden features are multiples of 16 bytes, which grouped products of transformers need."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 4}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32, "eos_token_id": None}
-    config = AutoConfig.for_model(name, **sizes, **heads, num_local_experts=3, num_experts_per_tok=2, **options)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def models_of_transformers() -> None:
+@pytest.mark.ranks(4)
+def test_models_of_transformers_compute_the_same_divided() -> None:
     mesh = mesh_of(2, 2)
     for implementation in ("eager", "grouped_mm"):
         plain, model = build("mixtral"), build("mixtral")
@@ -171,7 +174,8 @@ def models_of_transformers() -> None:
         parallelize_experts(oss, mesh)
 
 
-def what_is_wrong_is_refused() -> None:
+@pytest.mark.ranks(4)
+def test_differing_ranks_and_odd_meshes_are_refused() -> None:
     mesh = mesh_of(2, 2)
     model = Net(mesh)
     x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(mesh["expert"].get_local_rank())).double()
@@ -194,16 +198,6 @@ def what_is_wrong_is_refused() -> None:
         MoE(4, 6, 3, process_group=reordered)
 
 
-def four_ranks(folder: str) -> None:
-    five_steps(folder)
-    models_of_transformers()
-    what_is_wrong_is_refused()
-
-
-def test_experts_with_divided_features_train_as_one_process_does(tmp_path: Path) -> None:
-    run_ranks(four_ranks, 4, str(tmp_path))
-
-
 def test_each_element_belongs_to_exactly_one_rank() -> None:
     """Stacked matrices are each divided by themselves; three experts of seven features over a mesh of 2 x 3."""
     mesh = ExpertMesh(Group(0, 2), Group(0, 3), Group(0, 6))
@@ -216,6 +210,6 @@ def test_each_element_belongs_to_exactly_one_rank() -> None:
     assert first.hidden_ranges == (((0, 3), (7, 10)), ((3, 5), (10, 12)), ((5, 7), (12, 14)))
 
 
-def test_the_shape_of_a_mesh_has_its_second_axis_where_there_is_one() -> None:
+def test_the_shape_of_a_mesh_has_its_second_axis_if_it_has_one() -> None:
     assert resolve_expert_mesh(Group()).shape == "1"
     assert ExpertMesh(Group(0, 2), Group(0, 3), Group(0, 6)).shape == "2 x 3"

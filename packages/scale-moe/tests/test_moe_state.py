@@ -254,25 +254,22 @@ def test_without_a_bias_there_is_none_to_update() -> None:
         MoE(4, 6, 2).update_expert_bias()
 
 
-def one_does_not_come() -> str:
+@pytest.mark.gloo("one message per rank, so that a limit names the rank")
+@pytest.mark.ranks(2)
+def test_a_rank_that_does_not_come_is_named() -> None:
     layer = MoE(4, 6, 2)
     layer(torch.zeros(3, 4))
     if dist.get_rank() == 1:
-        return ""
+        return
     os.environ[LIMIT_VARIABLE] = "1"
     with pytest.raises(TransferError) as caught:
         layer(torch.zeros(3, 4))
-    return "\n".join([str(caught.value), *caught.value.__notes__])
+    told = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert "rank 1" in told and "in counts of tokens of MoE 1 over the ranks [0, 1]" in told
 
 
-@pytest.mark.gloo("one message per rank, so that a limit names the rank")
-def test_a_rank_that_does_not_come_is_named() -> None:
-    told = run_ranks(one_does_not_come, 2)[0]
-    assert "rank 1" in told
-    assert "in counts of tokens of MoE 1 over the ranks [0, 1]" in told
-
-
-def routers_differ() -> None:
+@pytest.mark.ranks(2)
+def test_gradients_not_averaged_are_found_in_the_next_forward() -> None:
     model, x = build(), torch.randn(4, DIM)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model((1 + dist.get_rank()) * x).square().mean().backward()
@@ -281,28 +278,22 @@ def routers_differ() -> None:
         model(x)
 
 
-def test_gradients_that_were_not_averaged_are_found_in_the_next_forward() -> None:
-    run_ranks(routers_differ, 2)
-
-
-def other_parameters() -> str:
+@pytest.mark.gloo("tags keep parameters of one size apart; a ContractError elsewhere")
+@pytest.mark.ranks(2)
+def test_gradients_of_other_parameters_are_not_mixed() -> None:
+    """Each rank uses one of two parameters of the same shape."""
+    name = "ab"[dist.get_rank()]
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3, bias=False), "b": torch.nn.Linear(3, 3, bias=False)})
     average_replicated_gradients(model)
     os.environ[LIMIT_VARIABLE] = "1"
     with pytest.raises(TransferError) as caught:
-        model["ab"[dist.get_rank()]](torch.ones(2, 3)).sum().backward()
-    return "\n".join([str(caught.value), *caught.value.__notes__])
+        model[name](torch.ones(2, 3)).sum().backward()
+    told = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert f"in the average of the gradient of '{name}.weight' over the ranks [0, 1]" in told
 
 
-@pytest.mark.gloo("tags keep parameters of one size apart; a ContractError elsewhere")
-def test_gradients_of_other_parameters_are_not_mixed() -> None:
-    """Each rank uses one of two parameters of the same shape."""
-    told = run_ranks(other_parameters, 2)
-    assert "in the average of the gradient of 'a.weight' over the ranks [0, 1]" in told[0]
-    assert "in the average of the gradient of 'b.weight' over the ranks [0, 1]" in told[1]
-
-
-def other_orders() -> list[str]:
+@pytest.mark.ranks(2)
+def test_other_gradient_orders_are_errors_of_unnamed_messages() -> None:
     """On a transport that matches messages by their order, as NCCL."""
     with (
         mock.patch.object(scale_moe.gradients, "peer_to_peer", return_value=False),
@@ -324,17 +315,24 @@ def other_orders() -> list[str]:
                 backward(names[rank])
             found.append(str(caught.value))
         backward("abc")
-    return found
-
-
-def test_other_orders_of_gradients_are_errors_where_messages_have_no_names() -> None:
-    first, second = run_ranks(other_orders, 2)[0]
+    first, second = found
     assert "the ranks [0, 1] computed gradients in other orders" in first
     assert "first at place 0, rank 0: b.weight, rank 1: a.weight. All of them" in first
     assert "first at place 1, rank 0: a.weight, rank 1: b.weight. All of them" in second
 
 
-def replicas_without_a_batch() -> None:
+@pytest.mark.ranks(3)
+def test_gradients_of_any_size_are_averaged() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.ParameterDict({str(n): torch.zeros(shape) for n, shape in enumerate([(), (1,), (5, 2), (0, 3)])})
+    average_replicated_gradients(model)
+    sum((param * (rank + 1)).sum() for param in model.values()).backward()  # type: ignore[union-attr]
+    for param in model.values():
+        assert torch.equal(param.grad, torch.full_like(param, (world + 1) / 2))
+
+
+@pytest.mark.ranks(2)
+def test_replicas_of_experts_have_to_say_what_the_batch_is() -> None:
     for options in (
         {"balance": Balance(0.1)},
         {"balance": Balance(z_loss_coef=0.1)},
@@ -350,25 +348,9 @@ def replicas_without_a_batch() -> None:
     MoE(4, 6, 2, process_group=Group())  # Nothing looks at the batch.
 
 
-def some_shapes() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model = torch.nn.ParameterDict({str(n): torch.zeros(shape) for n, shape in enumerate([(), (1,), (5, 2), (0, 3)])})
-    average_replicated_gradients(model)
-    sum((param * (rank + 1)).sum() for param in model.values()).backward()  # type: ignore[union-attr]
-    for param in model.values():
-        assert torch.equal(param.grad, torch.full_like(param, (world + 1) / 2))
-
-
-def test_gradients_of_any_size_are_averaged() -> None:
-    run_ranks(some_shapes, 3)
-
-
-def test_replicas_of_experts_have_to_say_what_the_batch_is() -> None:
-    run_ranks(replicas_without_a_batch, 2)
-
-
-def written_through() -> list[str]:
-    model, other, wrong = build(), build(), []
+@pytest.mark.ranks(2)
+def test_writes_to_the_state_of_experts_reach_their_ranks() -> None:
+    model, other = build(), build()
     with torch.no_grad():
         expected = {name: value.clone() for name, value in model.state_dict().items()}
         for value, new in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
@@ -377,10 +359,4 @@ def written_through() -> list[str]:
         for name, value in expected.items():
             value *= 2
             value[1:] -= other.state_dict()[name][1:]
-            if not torch.equal(model.state_dict()[name], value):
-                wrong.append(name)
-    return wrong
-
-
-def test_writes_to_the_state_of_experts_reach_their_ranks() -> None:
-    assert not any(run_ranks(written_through, 2))
+            assert torch.equal(model.state_dict()[name], value), name

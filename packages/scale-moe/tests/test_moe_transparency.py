@@ -1,4 +1,4 @@
-"""The promise: outputs, gradients and five steps of experts divided between ranks are those of one process.
+"""The promise: outputs, gradients and three steps of experts divided between ranks are those of one process.
 
 The reference is a loop over experts in plain PyTorch, on one process, with the tokens of all ranks. In fp64, so that
 what another order of sums does is far below what a wrong row would.
@@ -20,12 +20,11 @@ from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group, group_of
 from scale_core.hooks.source_grads import register_source_grad_hook
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_moe import Balance, ExpertChoice, MoE, TokenChoice
 from scale_moe.experts import Experts
 from scale_moe.token_dispatcher import combine, dispatch, plan_dispatch
 
-DIM, HIDDEN, STEPS = 5, 7, 5
+DIM, HIDDEN, STEPS = 5, 7, 3
 TOP_2, NO_BALANCE = TokenChoice(2), Balance()
 
 
@@ -114,7 +113,7 @@ def loss_of(output: Tensor, num_tokens: int) -> Tensor:
 
 
 def train(case: Case, world: int, group: Group) -> dict[str, Any]:
-    """Five steps of this rank, or of one process with all tokens where the group is a world of one."""
+    """Three steps of this rank, or of one process with all tokens where the group is a world of one."""
     layer = build(case, group)
     plain = Plain(layer)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.5)
@@ -171,31 +170,10 @@ def compare(case: Case, group: Group) -> None:
         torch.testing.assert_close(ours["state"][name], value, **options, msg=partial(explain, case, name))
 
 
-def compare_all() -> None:
-    for case in CASES:
-        compare(case, group_of())
-    compare(replace(CASES[0], dtype=torch.float32), group_of())
-    generator = torch.Generator().manual_seed(dist.get_world_size())
-
-    def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high + 1, (), generator=generator))
-
-    for number in range(8):
-        num_experts = draw(1, 9)
-        tokens = tuple(draw(0, 9) * draw(0, 1) for _ in range(4))
-        top_k = draw(1, min(4, num_experts))
-        rule: Any = TokenChoice(top_k, normalize=top_k > 1)
-        if number % 4 == 1:
-            rule = replace(rule, capacity_factor=draw(2, 8) / 8, drop_order=("token", "choice", "weight")[draw(0, 2)])
-        if number % 4 == 2:
-            rule = ExpertChoice(draw(1, 12) / 4, "sigmoid")
-        compare(Case(num_experts, tokens, rule), group_of())
-    experts_have_the_bits_of_one_process(group_of())
-    gradients_are_reported_by_rank(group_of())
-
-
-def gradients_are_reported_by_rank(group: Group) -> None:
+@pytest.mark.ranks(2, 3, 4)
+def test_gradients_are_reported_by_rank() -> None:
     """To who asks, of each rank alone, not averaged; outputs and averages are those without."""
+    group = group_of()
     generator = torch.Generator().manual_seed(7)
     sizes = range(2, 2 + group.size)
     tokens = [torch.randn(size, DIM, generator=generator, dtype=torch.float64) for size in sizes]
@@ -224,12 +202,13 @@ def gradients_are_reported_by_rank(group: Group) -> None:
             torch.testing.assert_close(torch.zeros_like(own) if reported is None else reported, own)
 
 
-def experts_have_the_bits_of_one_process(group: Group) -> None:
+@pytest.mark.ranks(2, 3, 4)
+def test_experts_have_the_bits_of_one_process() -> None:
     """Given where tokens go, in fp32: the rows of an expert are the same, and so are all products with its weights.
 
     Their sizes are multiples of 16 bytes: products of others depend on where their memory begins.
     """
-    dim, hidden = 8, 16
+    dim, hidden, group = 8, 16, group_of()
     generator = torch.Generator().manual_seed(3)
     index = torch.stack([torch.randperm(5, generator=generator)[:3] for _ in range(4 * 6)])
     index[torch.rand(index.shape, generator=generator) < 0.1] = -1
@@ -260,9 +239,26 @@ def experts_have_the_bits_of_one_process(group: Group) -> None:
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_five_steps_are_those_of_one_process(world: int) -> None:
-    run_ranks(compare_all, world)
+@pytest.mark.ranks(2, 3, 4)
+def test_three_steps_are_those_of_one_process() -> None:
+    for case in CASES:
+        compare(case, group_of())
+    compare(replace(CASES[0], dtype=torch.float32), group_of())
+    generator = torch.Generator().manual_seed(dist.get_world_size())
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for number in range(8):
+        num_experts = draw(1, 9)
+        tokens = tuple(draw(0, 9) * draw(0, 1) for _ in range(4))
+        top_k = draw(1, min(4, num_experts))
+        rule: Any = TokenChoice(top_k, normalize=top_k > 1)
+        if number % 4 == 1:
+            rule = replace(rule, capacity_factor=draw(2, 8) / 8, drop_order=("token", "choice", "weight")[draw(0, 2)])
+        if number % 4 == 2:
+            rule = ExpertChoice(draw(1, 12) / 4, "sigmoid")
+        compare(Case(num_experts, tokens, rule), group_of())
 
 
 def test_noise_is_added_as_the_formula_says() -> None:

@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_moe import MoE, average_replicated_gradients, parallelize_experts
 from scale_moe.parallelize import ParallelExperts
 from scale_snapshot import load_pretrained, save_pretrained
@@ -77,13 +76,13 @@ def batches(world: int) -> list[Tensor]:
     return list(torch.randint(32, (2 * world, 6), generator=generator).split(2))
 
 
-def five_steps_are_those_of_the_undivided(name: str, implementation: str) -> None:
+def steps_are_those_of_the_undivided(name: str, implementation: str) -> None:
     group = group_of()
     plain, model = build(name, implementation), build(name, implementation)
     assert parallelize_experts(model) is model
     average_replicated_gradients(model)
     parts, optimizers = batches(group.size), [torch.optim.SGD(each.parameters(), 0.2) for each in (model, plain)]
-    for step in range(5):
+    for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = model(input_ids=parts[group.rank], labels=parts[group.rank]).loss
@@ -134,26 +133,34 @@ def states_are_those_of_the_undivided(name: str, implementation: str) -> None:
     assert all(torch.equal(model.state_dict()[key], value) for key, value in changed.items())
 
 
-def weights_come_from_files(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_models_of_transformers_compute_the_same_divided() -> None:
+    for name in MODELS:
+        steps_are_those_of_the_undivided(name, "eager")
+    steps_are_those_of_the_undivided("mixtral", "grouped_mm")
+
+
+@pytest.mark.ranks(2)
+def test_weights_come_from_files_and_are_saved_again(tmp_path: Path) -> None:
+    if dist.get_rank() == 0:
+        build("mixtral").save_pretrained(tmp_path / "plain")
+    dist.barrier()
     with torch.device("meta"):
         model = build("mixtral")
     parallelize_experts(model)
-    load_pretrained(model, f"{folder}/plain")
+    load_pretrained(model, tmp_path / "plain")
     plain = build("mixtral")
     state = model.state_dict()
     assert all(torch.equal(state[key], value) for key, value in plain.state_dict().items())
-    save_pretrained(model, f"{folder}/again")
+    save_pretrained(model, tmp_path / "again")
+    dist.barrier()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert all(torch.equal(value, plain.state_dict()[key]) for key, value in again.state_dict().items())
 
 
-def all_of_it(folder: str) -> None:
-    for name in MODELS:
-        five_steps_are_those_of_the_undivided(name, "eager")
-    five_steps_are_those_of_the_undivided("mixtral", "grouped_mm")
-    weights_come_from_files(folder)
-    what_differs_between_ranks_is_refused()
-
-
-def what_differs_between_ranks_is_refused() -> None:
+@pytest.mark.fault(25)
+@pytest.mark.ranks(2)
+def test_what_differs_between_ranks_is_refused() -> None:
     rank = dist.get_rank()
     model = build("mixtral") if rank == 0 else build("olmoe")
     with pytest.raises(ValueError, match=r"the ranks are about to do different things: rank 0: parallelize_experts"):
@@ -180,24 +187,13 @@ def what_differs_between_ranks_is_refused() -> None:
         layer(torch.zeros(3, 4))
 
 
-@pytest.mark.fault(25)
-def test_models_of_transformers_compute_the_same_divided(tmp_path: Path) -> None:
-    build("mixtral").save_pretrained(tmp_path / "plain")
-    run_ranks(all_of_it, 2, str(tmp_path))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert all(torch.equal(value, build("mixtral").state_dict()[key]) for key, value in again.state_dict().items())
-
-
-def with_more_ranks() -> None:
-    five_steps_are_those_of_the_undivided("olmoe", "eager")
-    five_steps_are_those_of_the_undivided("qwen2_moe", "grouped_mm")
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.ranks("world")
 def test_they_do_on_more_ranks(world: int) -> None:
     """With four of them, one has none of three experts."""
-    run_ranks(with_more_ranks, world)
+    steps_are_those_of_the_undivided("olmoe", "eager")
+    steps_are_those_of_the_undivided("qwen2_moe", "grouped_mm")
 
 
 class NoExperts(nn.Module):
@@ -232,7 +228,8 @@ def test_one_process_has_nothing_to_divide() -> None:
     assert not any(isinstance(module, ParallelExperts) for module in model.modules())
 
 
-def an_older_optimizer_is_refused() -> None:
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_was_built_before_is_refused() -> None:
     model = build("olmoe")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     parallelize_experts(model)
@@ -244,11 +241,8 @@ def an_older_optimizer_is_refused() -> None:
         optimizer.step()
 
 
-def test_an_optimizer_that_was_built_before_is_refused() -> None:
-    run_ranks(an_older_optimizer_is_refused, 2)
-
-
-def see_memory_and_attributes() -> None:
+@pytest.mark.ranks(2)
+def test_shared_memory_is_refused_and_attributes_stay() -> None:
     model = build("mixtral")
     first, second = (layer.mlp.experts for layer in model.model.layers)
     weight = second.down_proj
@@ -262,7 +256,3 @@ def see_memory_and_attributes() -> None:
     vars(weight)["_no_weight_decay"] = True
     parallelize_experts(model)
     assert second.down_proj is not weight and second.down_proj._no_weight_decay
-
-
-def test_shared_memory_is_refused_and_attributes_stay() -> None:
-    run_ranks(see_memory_and_attributes, 2)

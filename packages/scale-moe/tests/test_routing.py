@@ -143,7 +143,7 @@ def test_the_balancing_loss_is_switchs() -> None:
     )
 
 
-def test_equal_loads_have_a_loss_of_one_whatever_the_scores_add_up_to() -> None:
+def test_equal_loads_have_a_loss_of_one_for_any_sum_of_scores() -> None:
     index = torch.arange(8).view(4, 2) % 4
     for scores in (torch.full((4, 4), 0.25), torch.full((4, 4), 0.9)):
         assert load_balancing_loss(scores, batch_counts(index, 4)).item() == pytest.approx(1)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_moe import token_dispatcher as module
 from scale_moe.token_dispatcher import combine, dispatch, experts_per_rank, plan_dispatch
 
@@ -17,7 +16,9 @@ from scale_moe.token_dispatcher import combine, dispatch, experts_per_rank, plan
 CHOICES = [[[0, 2], [0, 1], [3, 0]], [[1, 3], [0, 1], [2, 3]]]
 
 
-def guides_example() -> tuple[list[float], list[int], list[list[int]], list[float]]:
+@pytest.mark.ranks(2)
+def test_the_example_of_the_guide_is_what_is_sent() -> None:
+    """Four rows stay and two go, of four elements each; then the same way back, and both again in the backward pass."""
     rank, group = dist.get_rank(), group_of()
     tokens = torch.arange(1.0, 7.0).view(2, 3, 1)[rank].expand(3, 4).contiguous().requires_grad_()
     weight = torch.full((3, 2), 0.5, requires_grad=True)
@@ -37,14 +38,11 @@ def guides_example() -> tuple[list[float], list[int], list[list[int]], list[floa
     assert tokens.grad is not None and weight.grad is not None
     assert torch.equal(tokens.grad, torch.full((3, 4), 10.0))
     assert torch.equal(weight.grad, 40 * tokens[:, :1].detach().expand(3, 2))
-    return rows[:, 0].tolist(), plan.counts, sent, output[:, 0].tolist()
-
-
-def test_the_example_of_the_guide_is_what_is_sent() -> None:
-    """Four rows stay and two go, of four elements each; then the same way back, and both again in the backward pass."""
-    first, second = run_ranks(guides_example, 2)
-    assert first == ([1, 2, 3, 5, 2, 4, 5], [4, 3], [[16, 8], [16, 12], [16, 8], [16, 12]], [10, 20, 30])
-    assert second == ([1, 6, 3, 4, 6], [2, 3], [[12, 12], [8, 12], [12, 12], [8, 12]], [40, 50, 60])
+    expected = [
+        ([1, 2, 3, 5, 2, 4, 5], [4, 3], [[16, 8], [16, 12], [16, 8], [16, 12]], [10, 20, 30]),
+        ([1, 6, 3, 4, 6], [2, 3], [[12, 12], [8, 12], [12, 12], [8, 12]], [40, 50, 60]),
+    ]
+    assert (rows[:, 0].tolist(), plan.counts, sent, output[:, 0].tolist()) == expected[rank]
 
 
 def test_choices_without_an_expert_send_nothing() -> None:

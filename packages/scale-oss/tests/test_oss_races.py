@@ -127,7 +127,7 @@ def test_local_sgd_has_no_race() -> None:
     averaging.sync()
 
 
-def test_a_pass_that_autograds_thread_drops_late_is_aborted_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_autograd_drops_late_is_aborted_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     aborts: list[str] = []
     queue_callback, abort = hooks.queue_callback, Reducer.abort

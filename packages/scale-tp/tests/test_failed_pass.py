@@ -92,7 +92,7 @@ def test_others_hear_at_once_of_a_rank_that_fails_in_a_pass(
 
 @pytest.mark.ranks(3, backend=BACKEND)
 @pytest.mark.parametrize("let_fail", [raise_before, fail_in_backward])
-def test_a_rank_that_fails_aborts_a_communicator_that_matches_by_order(let_fail: Callable[..., Any]) -> None:
+def test_a_failing_rank_aborts_a_communicator_ordered_by_calls(let_fail: Callable[..., Any]) -> None:
     """As on NCCL, where nobody sees that a rank is gone, and its next message is taken for another one."""
     rank = dist.get_rank()
     model = build(dist.new_group(timeout=timedelta(seconds=LIMIT_SECONDS)))

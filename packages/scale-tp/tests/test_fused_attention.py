@@ -69,7 +69,7 @@ def test_fused_blocks_merge_as_those_that_are_computed_here(causal: bool, num_ra
         assert max(differences) < 1e-13
 
 
-def test_fused_blocks_in_half_precision_are_as_near_as_its_rounding() -> None:
+def test_fused_blocks_in_half_precision_are_within_its_rounding() -> None:
     for differences in run_ranks(differences_on_rank, 2, True, torch.bfloat16):
         assert max(differences) < 4 * torch.finfo(torch.bfloat16).eps
 

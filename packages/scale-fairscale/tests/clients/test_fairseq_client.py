@@ -93,7 +93,7 @@ def test_it_resumes_with_the_state_of_its_optimizer_sharded(expected: list[str],
     assert train(tmp_path, 5, *sharding, *save) == expected[3:]
 
 
-def test_losses_at_fairseqs_own_sizes_are_those_of_legacy_ddp_before_and_after_a_resume(tmp_path: Path) -> None:
+def test_losses_at_fairseqs_sizes_equal_legacy_ddp_over_a_resume(tmp_path: Path) -> None:
     """70 million parameters, 49,996 words, 512 tokens in a sample, and dropout, which is drawn alike."""
     plain = train(tmp_path, 5, "--ddp-backend", "legacy_ddp", "--no-save", model="")
     assert len(plain) == 5 and len(set(plain)) == 5

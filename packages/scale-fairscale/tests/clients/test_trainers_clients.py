@@ -90,7 +90,7 @@ def test_it_trains_saves_and_resumes_as_under_ddp(name: str, way: str, of_ddp: E
         assert_equal(train(name, tmp_path, way, "resume"), expected["resume"], name)
 
 
-def test_lightning_resumes_from_the_full_state_that_a_module_gathers(of_ddp: Expected, tmp_path: Path) -> None:
+def test_lightning_resumes_from_the_full_state_of_a_module(of_ddp: Expected, tmp_path: Path) -> None:
     expected, way = of_ddp("lightning"), "fsdp with its state"
     assert_equal(train("lightning", tmp_path, way), expected["begin"], "lightning")
     assert_equal(train("lightning", tmp_path, way, "resume"), expected["resume"], "lightning")

@@ -120,7 +120,7 @@ class FailedPass(ForEachShardHook):
     def __init__(self, group: Group) -> None:
         self._group = group
         self._recorder = FlightRecorder(group)
-        self._abort = CommunicatorAbort.of(group)
+        CommunicatorAbort.of(group)  # The group keeps it, so that a model with this hook can be pickled.
         self._backward = -1  # autograd's number of the backward whose end is waited for
         self._is_failed = False  # A backward has failed, and the others have not heard it.
         group.state.get_or_create(PassRecorder).recorder = ref(self._recorder)
@@ -175,8 +175,9 @@ class FailedPass(ForEachShardHook):
         return True
 
     def _abort_communicator(self) -> None:
-        if self._abort is not None:
-            self._abort.abort_on_all_ranks()
+        abort = self._group.state.get_or_create(PassRecorder).abort
+        if abort is not None:
+            abort.abort_on_all_ranks()
 
     def _publish(self, what: str) -> None:
         self._recorder.events.append(what)
