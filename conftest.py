@@ -1,6 +1,7 @@
 """What holds for the tests of every package: the same cases and numbers in every run, a device for some, one import.
 
 A test marked `ranks(n)` runs its body on each of n ranks, as `run_ranks` does: the program of the ranks is the test.
+With `in_turn=True` it shares a start of the ranks with others of its file.
 
 `pytest --hypothesis-seed=7` tries cases of Hypothesis that other runs have not tried.
 """
@@ -67,7 +68,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     from scale_core.testing.ranks import run_ranks, run_test
 
-    if marker is None or not num_ranks:
+    if marker is not None and marker.kwargs.get("in_turn"):
+        from ranks_in_turn import run_case  # type: ignore[import-not-found]  # in tests/shared
+
+        run_case(pyfuncitem, num_ranks)
+    elif marker is None or not num_ranks:
         run_test(pyfuncitem.obj, arguments, is_local)
     else:
         run_ranks(run_test, num_ranks, pyfuncitem.function, arguments, is_local, **marker.kwargs)

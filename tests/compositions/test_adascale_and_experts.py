@@ -1,6 +1,6 @@
 """AdaScale over experts that its ranks divide: the gain is that of one process with the batches of all ranks.
 
-The reference is the undivided model, which computes the gradient of each micro-batch of each rank alone.
+The reference is AdaScale around the undivided model, to which each micro-batch of each rank is a sample.
 """
 
 from __future__ import annotations
@@ -20,33 +20,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from trainings import ExpertBlock, Net, drawn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from scale_adascale import AdaScale, AdaScaleOptions
-from scale_adascale.estimates import Average
-from scale_adascale.gain import bounded, gain, moments
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.comm.group import Group
 from scale_core.hooks.source_grads import has_source_grad_hooks
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
-from scale_moe import MoE, average_replicated_gradients, parallelize_experts
+from scale_moe import average_replicated_gradients, parallelize_experts
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
 
-DIM, STEPS = 6, 5
+DIM, STEPS = 6, 3
 LR, EPS = 0.1, 1e-2
-
-
-class Block(nn.Module):
-    def __init__(self, num_experts: int, routing: Any, **options: Any) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.moe = MoE(DIM, 8, num_experts, routing, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.moe(self.norm(x))
 
 
 class Checkpointed(nn.Module):
@@ -59,31 +47,14 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-class Net(nn.Module):
+def net(num_experts: int = 3, routing: Any = 2, **options: Any) -> Net:
     """Two layers of experts between layers that all ranks have."""
-
-    def __init__(
-        self,
-        num_experts: int = 3,
-        routing: Any = 2,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block(num_experts, routing, **options) for _ in range(2))
-        self.head = nn.Linear(DIM, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    return Net(2, inputs=DIM, outputs=3, block=lambda: ExpertBlock(DIM, 8, num_experts, routing, **options))
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
     """Batches of other sizes for each seed."""
-    x = torch.randn(3 + seed % 3, DIM, generator=torch.Generator().manual_seed(seed))
+    (x,) = drawn(seed, (3 + seed % 3, DIM))
     return (model(x) - 1.5).square().mean()
 
 
@@ -108,43 +79,6 @@ def token_loss(model: nn.Module, seed: int) -> Tensor:
     return loss
 
 
-class Plain:
-    """One process, which computes the gradient of each micro-batch alone."""
-
-    def __init__(self, model: nn.Module, scale: int, loss: Callable[[nn.Module, int], Tensor], *, adam: bool) -> None:
-        self.model, self.scale, self.loss, self.adam = model, scale, loss, adam
-        self.params = [param for param in model.parameters() if param.requires_grad]
-        self.optimizer = torch.optim.Adam(self.params, lr=LR, eps=EPS) if adam else torch.optim.SGD(self.params, lr=LR)
-        self.average = Average()
-
-    def step(self, seeds: list[int]) -> list[float]:
-        """Returns the gain, and the moving averages of the variance and of the squared gradient."""
-        rows = [torch.autograd.grad(self.loss(self.model, seed), self.params, allow_unused=True) for seed in seeds]
-        if self.adam and self.average.count and not hasattr(self, "has_moments"):
-            self.average, self.has_moments = Average(), True
-        local = total = 0.0
-        for index, param in enumerate(self.params):
-            grads = [torch.zeros_like(param) if row[index] is None else row[index] for row in rows]
-            each = torch.stack([grad.double() for grad in grads])
-            local += each.square().sum().item() / self._divisor(param)
-            total += each.mean(0).square().sum().item() / self._divisor(param)
-            param.grad = each.mean(0).float()
-        sample = bounded(moments(local, total, len(seeds), self.scale))
-        self.average = self.average.updated(sample, 1 - self.scale / 1000, debias=True)
-        found = gain(self.average.moments, self.scale)
-        for group in self.optimizer.param_groups:
-            group["lr"] = LR * found ** (0.5 if self.adam else 1)
-        self.optimizer.step()
-        return [found, *self.average.moments]
-
-    def _divisor(self, param: Tensor) -> float:
-        state = self.optimizer.state.get(param)
-        if not state:
-            return 1.0
-        mean = state["exp_avg_sq"].double().mean() / (1 - 0.999 ** state["step"].double())
-        return float(mean.sqrt() + EPS) ** 2
-
-
 def compare(
     model: nn.Module,
     inner: torch.optim.Optimizer,
@@ -153,14 +87,17 @@ def compare(
     passes: int = 1,
     scaler: Any = None,
 ) -> None:
-    """Gain, variance and squared gradient of five steps."""
+    """Gain, variance and squared gradient of some steps."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    adam = isinstance(getattr(inner, "optim", inner), torch.optim.Adam)
-    expected = Plain(plain, world * passes, loss, adam=adam)
+    make = adam if isinstance(getattr(inner, "optim", inner), torch.optim.Adam) else sgd
+    expected = AdaScale(make(plain), num_gradients_to_accumulate=world * passes, process_group=Group())
     optimizer = AdaScale(inner, num_gradients_to_accumulate=passes, options=AdaScaleOptions(grad_scaler=scaler))
     gains = []
     for step in range(STEPS):
         seeds = [100 * step + number for number in range(world * passes)]
+        for seed in seeds:
+            (loss(plain, seed) / len(seeds)).backward()
+        expected.step()
         for number, seed in enumerate(seeds[rank * passes : (rank + 1) * passes]):
             waits = number < passes - 1 and hasattr(model, "no_sync") and step % 2
             with model.no_sync() if waits else nullcontext():  # type: ignore[operator]
@@ -171,13 +108,15 @@ def compare(
         else:
             scaler.step(optimizer)
             scaler.update()
-        known, estimates = expected.step(seeds), optimizer._state.estimates.total()
-        assert optimizer.gain() == pytest.approx(known[0], rel=1e-6), f"step {step}"
-        assert list(estimates) == pytest.approx(known[1:], rel=1e-5), f"step {step}"
+        moments, known = (list(each._state.estimates.total()) for each in (optimizer, expected))
+        assert optimizer.gain() == pytest.approx(expected.gain(), rel=1e-6), f"step {step}"
+        assert moments == pytest.approx(known, rel=1e-5), f"step {step}"
         gains.append(optimizer.gain())
         optimizer.zero_grad()
+        expected.zero_grad()
     assert len(set(gains)) == STEPS and max(gains) > 1.01  # It is no bound that they have in common.
     optimizer.unhook()
+    expected.unhook()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -200,11 +139,11 @@ def mesh_of(replicas: int) -> DeviceMesh:
 
 
 def net_on(mesh: DeviceMesh, *args: Any) -> Net:
-    return Net(*args, process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
+    return net(*args, process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
 
 
 def plain_net(*args: Any) -> Net:
-    return Net(*args, process_group=Group(), batch_process_group=Group())
+    return net(*args, process_group=Group(), batch_process_group=Group())
 
 
 def one_axis(build: Callable[[nn.Module], torch.optim.Optimizer], passes: int, *args: Any) -> None:
@@ -309,18 +248,20 @@ def doubled(grad: Tensor) -> Tensor:
 def what_is_not_of_the_step_counts_as_nothing() -> None:
     """Evaluation, `torch.autograd.grad`, and experts to an AdaScale of others; averages begin after both were built."""
     model, plain = net_on(mesh_of(1)), plain_net()
-    others = AdaScale(torch.optim.SGD([*model.up.parameters(), *model.head.parameters()], lr=LR))
+    others = AdaScale(torch.optim.SGD([*model.embed.parameters(), *model.head.parameters()], lr=LR))
     optimizer = AdaScale(sgd(model))
     average_replicated_gradients(model)
     with torch.no_grad():
         loss_of(model, 5)
     torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
     loss_of(model, dist.get_rank()).backward()
-    expected = Plain(plain, 2, loss_of, adam=False).step([0, 1])
-    assert optimizer.gain() == pytest.approx(expected[0], rel=1e-6)
+    expected = AdaScale(sgd(plain), num_gradients_to_accumulate=2, process_group=Group())
+    for seed in range(2):
+        (loss_of(plain, seed) / 2).backward()
+    assert optimizer.gain() == pytest.approx(expected.gain(), rel=1e-6)
     assert 1 < others.gain() != optimizer.gain()
-    optimizer.unhook()
-    others.unhook()
+    for each in (optimizer, others, expected):
+        each.unhook()
 
 
 def frozen_experts(passes: int) -> None:
@@ -341,7 +282,7 @@ def groups_that_do_not_fit() -> None:
     ):
         AdaScale(sgd(model), process_group=mesh["replica"])
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "tensor"))
-    model = Net(process_group=both, batch_process_group=dist.group.WORLD)
+    model = net(process_group=both, batch_process_group=dist.group.WORLD)
     for group in (None, both["expert"]):
         with pytest.raises(ValueError, match=r"hidden features are divided between ranks as well.*mesh\[.expert.\]"):
             AdaScale(sgd(model), process_group=group)
@@ -351,7 +292,12 @@ def stages(group: Any) -> nn.Sequential:
     """Experts in the first stage of two, and in the middle ones of four; fp64."""
     torch.manual_seed(0)
     options = {"process_group": group, "batch_process_group": group}
-    layers = [Block(3, 2, **options), nn.Linear(DIM, DIM), nn.Tanh(), Block(3, 2, **options)]
+    layers = [
+        ExpertBlock(DIM, 8, 3, 2, **options),
+        nn.Linear(DIM, DIM),
+        nn.Tanh(),
+        ExpertBlock(DIM, 8, 3, 2, **options),
+    ]
     return nn.Sequential(*layers, nn.Linear(DIM, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3)).double()
 
 
@@ -387,45 +333,49 @@ def inside_a_pipeline(schedule: str, num_stages: int) -> None:
     expected.unhook()
 
 
-def two_ranks() -> None:
-    wrong_use_of_divided_experts()
-    what_is_not_of_the_step_counts_as_nothing()
-    frozen_experts(2)
-    one_axis(sgd, 1)
-    one_axis(adam, 3)
-    all_tokens_to_one_expert()
-    recomputed()
-    of_transformers("mixtral", 1)
-    of_transformers("gpt_oss", 2)
-    under_fully_shard(1, 2)
-
-
-def four_ranks() -> None:
-    groups_that_do_not_fit()
-    one_axis(adam, 2)
-    beside_ddp(1)
-    beside_ddp(2)
-    beside_oss(1)
-    beside_oss(2)
-    under_fully_shard(2, 1)
-    under_fully_shard(2, 2)
-    under_fully_shard(2, 2, recompute=True)
-    under_fully_shard(2, 1, scaled=True)
-    of_transformers("gpt_oss", 1, replicas=2)
-    of_transformers("gpt_oss", 2, replicas=2, shard=True)
-    inside_a_pipeline("1f1b", 2)
-    inside_a_pipeline("zb_v", 4)
+ON_TWO_RANKS: dict[str, Callable[[], None]] = {
+    "wrong use": wrong_use_of_divided_experts,
+    "passes of no step": what_is_not_of_the_step_counts_as_nothing,
+    "frozen": partial(frozen_experts, 2),
+    "SGD": partial(one_axis, sgd, 1),
+    "Adam": partial(one_axis, adam, 3),
+    "unused experts": all_tokens_to_one_expert,
+    "recomputed": recomputed,
+    "mixtral": partial(of_transformers, "mixtral", 1),
+    "gpt_oss": partial(of_transformers, "gpt_oss", 2),
+    "fsdp": partial(under_fully_shard, 1, 2),
+}
+ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
+    "groups": groups_that_do_not_fit,
+    "Adam": partial(one_axis, adam, 2),
+    "ddp, a pass": partial(beside_ddp, 1),
+    "ddp": partial(beside_ddp, 2),
+    "oss, a pass": partial(beside_oss, 1),
+    "oss": partial(beside_oss, 2),
+    "fsdp, a pass": partial(under_fully_shard, 2, 1),
+    "fsdp": partial(under_fully_shard, 2, 2),
+    "fsdp, recomputed": partial(under_fully_shard, 2, 2, recompute=True),
+    "fsdp, scaled": partial(under_fully_shard, 2, 1, scaled=True),
+    "gpt_oss": partial(of_transformers, "gpt_oss", 1, replicas=2),
+    "gpt_oss, fsdp": partial(of_transformers, "gpt_oss", 2, replicas=2, shard=True),
+    "1f1b": partial(inside_a_pipeline, "1f1b", 2),
+    "zb_v": partial(inside_a_pipeline, "zb_v", 4),
+}
 
 
 @pytest.mark.composition("scale-adascale", "scale-moe")
 @pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-moe")
-def test_experts_that_two_ranks_divide() -> None:
-    run_ranks(two_ranks, 2)
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
+@pytest.mark.ranks(2, in_turn=True)
+def test_experts_that_two_ranks_divide(case: str) -> None:
+    ON_TWO_RANKS[case]()
 
 
 @pytest.mark.composition("scale-adascale", "scale-moe", "DistributedDataParallel")
 @pytest.mark.composition("scale-adascale", "scale-moe", "ShardedDataParallel")
 @pytest.mark.composition("scale-adascale", "scale-moe", "scale-fsdp")
 @pytest.mark.composition("scale-adascale", "scale-pipe", "scale-moe")
-def test_experts_that_four_ranks_divide_or_replicate() -> None:
-    run_ranks(four_ranks, 4)
+@pytest.mark.parametrize("case", ON_FOUR_RANKS)
+@pytest.mark.ranks(4, in_turn=True)
+def test_experts_that_four_ranks_divide_or_replicate(case: str) -> None:
+    ON_FOUR_RANKS[case]()

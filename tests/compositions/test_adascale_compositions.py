@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.utils.checkpoint import checkpoint
-from trainings import assert_same_gains, drawn, gains_of, gains_of_one_process, outcomes
+from trainings import assert_same_gains, drawn, gains_of, gains_of_one_process
 
 import scale_tp
 from scale_adascale import AdaScale, AdaScaleOptions
@@ -27,7 +27,6 @@ from scale_adascale.gain import bounded, gain, moments
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardOptions, fully_shard
 from scale_oss import OSS, OSSOptions, ShardedDataParallel
 from scale_snapshot import load_snapshot, save_snapshot
@@ -144,7 +143,7 @@ def backward(
             (scaler.scale(loss) if scaler else loss).backward()
 
 
-def check_gains(name: str, folder: Path) -> None:
+def check_gains(name: str) -> None:
     way, data = WAYS[name], None
     if way.kind.startswith("divided"):
         scale_tp.initialize_model_parallel(2)
@@ -181,27 +180,26 @@ def names_on(ranks: int) -> list[str]:
     return [name for name, way in WAYS.items() if way.ranks == ranks]
 
 
-on_two_ranks, on_four_ranks = (outcomes(check_gains, names_on(ranks), ranks) for ranks in (2, 4))
-Results = Callable[[str], Sequence[None]]
-
-
 @pytest.mark.composition("scale-adascale", "scale-fsdp")
 @pytest.mark.composition("scale-adascale", "OSS")
 @pytest.mark.composition("scale-adascale", "ShardedDataParallel")
 @pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-fsdp")
 @pytest.mark.parametrize("name", names_on(2))
-def test_the_gain_is_that_of_one_process(name: str, on_two_ranks: Results) -> None:
-    on_two_ranks(name)
+@pytest.mark.ranks(2, in_turn=True)
+def test_the_gain_is_that_of_one_process(name: str) -> None:
+    check_gains(name)
 
 
 @pytest.mark.composition("scale-adascale", "scale-tp")
 @pytest.mark.composition("scale-adascale", "scale-tp", "scale-fsdp")
 @pytest.mark.parametrize("name", names_on(4))
-def test_the_gain_over_two_axes_is_that_of_one_process(name: str, on_four_ranks: Results) -> None:
-    on_four_ranks(name)
+@pytest.mark.ranks(4, in_turn=True)
+def test_the_gain_over_two_axes_is_that_of_one_process(name: str) -> None:
+    check_gains(name)
 
 
-def adam_on_flat_parameters() -> None:
+@pytest.mark.ranks(2)
+def test_adam_on_flat_parameters_measures_raw_gradients_alone() -> None:
     """A gradient measured as Adam uses it is divided tensor by tensor, and a flat parameter is not one tensor."""
     model, inner = sharded(Way("flat", adam=True))
     words = r"flat_param_0.*holds 4, as '0.weight'.*flatten_parameters=False.*preconditioned=False"
@@ -213,10 +211,6 @@ def adam_on_flat_parameters() -> None:
     backward(model, 0, 1)
     optimizer.step()
     assert_same_gains(expected, [gains_of(optimizer)])
-
-
-def test_adam_on_flat_parameters_measures_raw_gradients_alone() -> None:
-    run_ranks(adam_on_flat_parameters, 2)
 
 
 def half_by_hand(num: int) -> float:
@@ -232,7 +226,8 @@ def half_by_hand(num: int) -> float:
     return gain(bounded(moments(local, total, len(rows), len(rows))), len(rows))
 
 
-def clipped_and_half() -> None:
+@pytest.mark.ranks(2)
+def test_clipping_and_half_precision_leave_the_gain() -> None:
     """Clipping between backward and step does not change the gain; bf16 gradients are measured as they are."""
     gains = []
     for clip in (False, True):
@@ -246,12 +241,10 @@ def clipped_and_half() -> None:
     assert gains[0] == pytest.approx(half_by_hand(2), rel=GAIN)
 
 
-def test_clipping_and_half_precision_leave_the_gain() -> None:
-    run_ranks(clipped_and_half, 2)
-
-
-def save_and_resume(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_saved_sharded_training_goes_on_with_the_same_gain(tmp_path: Path) -> None:
     """Through torch's checkpoint functions, its own file and a snapshot: training goes on with the same gain."""
+    folder = str(tmp_path)
 
     def built() -> tuple[nn.Module, AdaScale]:
         model, inner = sharded(Way("fsdp", adam=True))
@@ -288,10 +281,6 @@ def save_and_resume(folder: str) -> None:
         assert train(other, loaded, range(2, 4)) == expected, way
 
 
-def test_a_saved_sharded_training_goes_on_with_the_same_gain(tmp_path: Path) -> None:
-    run_ranks(save_and_resume, 2, str(tmp_path))
-
-
 class Reentrant(nn.Module):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -302,7 +291,8 @@ class Reentrant(nn.Module):
         return output
 
 
-def reentrant() -> None:
+@pytest.mark.ranks(2)
+def test_reentrant_checkpoints_of_all_layers_are_refused() -> None:
     """Every layer in a reentrant checkpoint, whose backward passes end before gradients are averaged."""
     model = fully_shard(nn.Sequential(*(Reentrant(fully_shard(layer)) for layer in net())))
     optimizer = AdaScale(SGD(model.parameters(), lr=0.1))
@@ -311,10 +301,6 @@ def reentrant() -> None:
         loss_of(model, dist.get_rank()).backward()
     optimizer.unhook()
     assert "use_reentrant=False" in str(caught.value)
-
-
-def test_reentrant_checkpoints_of_all_layers_are_refused() -> None:
-    run_ranks(reentrant, 2)
 
 
 def by_layer(model: nn.Sequential) -> nn.Sequential:
@@ -358,7 +344,9 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-def measure_parts_of_sequences() -> None:
+@pytest.mark.composition("scale-adascale", "context parallel", refused=True)
+@pytest.mark.ranks(2)
+def test_gradients_of_parts_of_sequences_are_refused() -> None:
     torch.manual_seed(0)
     model = Attention()
     optimizer = AdaScale(SGD(model.parameters(), lr=0.3))
@@ -374,8 +362,3 @@ def measure_parts_of_sequences() -> None:
     optimizer.zero_grad()
     called(torch.randn(2, 8, 4)).square().mean().backward()  # Whole sequences are measured.
     optimizer.step()
-
-
-@pytest.mark.composition("scale-adascale", "context parallel", refused=True)
-def test_gradients_of_parts_of_sequences_are_refused() -> None:
-    run_ranks(measure_parts_of_sequences, 2)

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_check.simulate import simulate
 from scale_checkpoint import apply_checkpointing, checkpoint_wrapper
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 
 
@@ -142,10 +141,10 @@ CASES: dict[str, Callable[[], None]] = {
 
 @pytest.mark.composition("scale-checkpoint", "scale-fsdp")
 @pytest.mark.composition("scale-checkpoint", "DistributedDataParallel")
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_to_the_bit(case: str, num_ranks: int) -> None:
-    run_ranks(CASES[case], num_ranks)
+@pytest.mark.ranks(1, 2, in_turn=True)
+def test_results_are_to_the_bit(case: str) -> None:
+    CASES[case]()
 
 
 @pytest.mark.simulation

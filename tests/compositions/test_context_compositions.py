@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rank_values import by_rank
 from torch import Tensor, nn
 from trainings import add_weights, assert_parity, train
 
@@ -19,7 +20,7 @@ import scale_tp
 from scale_check.recording import Recording
 from scale_checkpoint import apply_checkpointing
 from scale_core import clip_grad_norm_
-from scale_core.testing import preload, run_ranks
+from scale_core.testing import preload
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_tp import megatron
@@ -86,6 +87,7 @@ def spread(kind: str, attention: Any) -> Recording:
 @pytest.mark.parametrize(
     "kind, attention", [("sharded", "ring"), ("replicated", "ulysses"), ("layers", "ring"), ("layers", "ulysses")]
 )
+@pytest.mark.ranks(4, in_turn=True)
 def test_a_llama_with_divided_sequences_trains_as_one_process(kind: str, attention: str) -> None:
     model: Any = llama()
     clip = partial(clip_grad_norm_, list(model.parameters()), CLIP)
@@ -94,4 +96,4 @@ def test_a_llama_with_divided_sequences_trains_as_one_process(kind: str, attenti
     expected = train(
         model, optimizer, lambda each, step: each(**batch).loss, range(3), clip=clip, state=model.state_dict
     )
-    assert_parity(expected, run_ranks(spread, 4, kind, attention), rel=1e-6)
+    assert_parity(expected, by_rank(spread(kind, attention)), rel=1e-6)

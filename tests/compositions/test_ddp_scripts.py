@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 
@@ -468,15 +467,12 @@ SCRIPTS: dict[str, Callable[[Wrap], Result]] = {
 }
 
 
-def compare_with_ddp(name: str, wrap: str) -> None:
+@pytest.mark.parametrize("wrap", ["fully_shard", "sharded_ddp"])
+@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.ranks(2, in_turn=True)
+def test_a_script_for_ddp_ends_with_the_same_numbers(name: str, wrap: str) -> None:
     expected, result = SCRIPTS[name](WRAPS["ddp"]), SCRIPTS[name](WRAPS[wrap])
     expected = {key.removeprefix("module."): value for key, value in expected.items()}
     assert set(result) == set(expected)
     for key, value in expected.items():
         torch.testing.assert_close(result[key], value, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("wrap", ["fully_shard", "sharded_ddp"])
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_for_ddp_ends_with_the_same_numbers(name: str, wrap: str) -> None:
-    run_ranks(compare_with_ddp, 2, name, wrap, limit_seconds=120)

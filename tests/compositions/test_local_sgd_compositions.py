@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import SGD, AdamW, Optimizer
-from trainings import assert_parity, drawn, recorded
+from trainings import add_weights, assert_parity, drawn, recorded
 
 import scale_snapshot
 from scale_adascale import AdaScale
 from scale_check.recording import Recording
 from scale_checkpoint import checkpoint_wrapper
 from scale_core.comm.group import Group
-from scale_core.testing import run_ranks
 from scale_fsdp import full_state_dict, fully_shard
 from scale_oss import LocalSGD
 
@@ -69,31 +69,29 @@ def two_models_that_are_averaged(measures: bool) -> tuple[list[list[float]], dic
     return gains, models[0].state_dict()
 
 
-def two_workers(measures: bool, recomputes: bool) -> tuple[list[float], dict[str, Tensor]]:
-    model = layers()
-    if recomputes:
-        model[1] = checkpoint_wrapper(model[1])
-    optimizer, stepped = sgd(model, measures)
-    local = LocalSGD(model, optimizer, sync_every=EVERY)
-    gains = train(model, stepped, range(STEPS), dist.get_rank())
-    assert local.num_syncs == STEPS // EVERY
-    return gains, model.state_dict()
-
-
 @pytest.mark.composition("scale-checkpoint", "LocalSGD")
 @pytest.mark.composition("scale-adascale", "LocalSGD")
 @pytest.mark.composition("scale-adascale", "scale-checkpoint", "LocalSGD")
 @pytest.mark.parametrize("measures, recomputes", [(True, False), (True, True), (False, True)])
+@pytest.mark.ranks(2, in_turn=True)
 def test_local_sgd_is_models_that_are_averaged(measures: bool, recomputes: bool) -> None:
+    model, rank = layers(), dist.get_rank()
+    if recomputes:
+        model[1] = checkpoint_wrapper(model[1])
+    optimizer, stepped = sgd(model, measures)
+    local = LocalSGD(model, optimizer, sync_every=EVERY)
+    trained = recorded([0.0] * STEPS, gain=train(model, stepped, range(STEPS), rank))
+    add_weights(trained, model.state_dict())
+    assert local.num_syncs == STEPS // EVERY
+    if isinstance(stepped, AdaScale):
+        stepped.unhook()
     gains, state = two_models_that_are_averaged(measures)
-    found = run_ranks(two_workers, 2, measures, recomputes)
-    assert not measures or max(found[0][0]) > 1.01
-    for rank, (of_rank, weights) in enumerate(found):
-        expected = recorded([0.0] * STEPS, state, gain=gains[rank])
-        assert_parity(expected, [recorded([0.0] * STEPS, weights, gain=of_rank)])
+    assert not measures or max(gains[0]) > 1.01
+    assert_parity(recorded([0.0] * STEPS, state, gain=gains[rank]), [trained])
 
 
-def measure_over_workers() -> None:
+@pytest.mark.ranks(2)
+def test_adascale_over_ranks_that_do_not_average_is_refused() -> None:
     model = layers()
     optimizer = SGD(model.parameters(), lr=0.3)
     stepped = AdaScale(optimizer, num_gradients_to_accumulate=MICRO_BATCHES)
@@ -101,10 +99,6 @@ def measure_over_workers() -> None:
     backward(model, 0, dist.get_rank())
     with pytest.raises(RuntimeError, match=r"expected the ranks \[0, 1\] to have the same averaged gradients"):
         stepped.step()
-
-
-def test_adascale_over_ranks_that_do_not_average_is_refused() -> None:
-    run_ranks(measure_over_workers, 2)
 
 
 def diloco(mesh: DeviceMesh, reshard: bool) -> dict[str, object]:
@@ -165,8 +159,9 @@ def _halve(params: Sequence[nn.Parameter]) -> None:
 
 @pytest.mark.composition("LocalSGD", "scale-fsdp")
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(4, in_turn=True)
 def test_diloco_between_nodes_that_are_fully_sharded(tmp_path: Path, reshard: bool) -> None:
     expected = recorded([0.0], diloco_in_one_process())
-    trained, resumed = zip(*run_ranks(two_nodes_of_two, 4, str(tmp_path), reshard), strict=True)
+    trained, resumed = zip(*by_rank(two_nodes_of_two(str(tmp_path), reshard)), strict=True)
     assert_parity(expected, trained)
     assert_parity(trained[0], resumed, rel=0.0)

@@ -20,11 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
+from trainings import Net
 
 import scale_snapshot
 from scale_adascale import AdaScale
@@ -124,21 +126,8 @@ class Block(nn.Module):
         return y
 
 
-class Net(nn.Module):
-    def __init__(self, tied: bool, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embed(words)
-        for block in self.blocks:
-            x = block(x)
-        y: Tensor = self.head(x)
-        return y
+def net(tied: bool, seed: int = 0) -> Net:
+    return Net(4, words=WORDS, tied=tied, block=Block, width=WIDTH, seed=seed)
 
 
 Batch = tuple[Tensor, Tensor]
@@ -176,7 +165,7 @@ class Training:
     def __init__(self, mesh: Mesh, case: Case, groups: Groups, seed: int = 0) -> None:
         self.mesh, self.case, self.groups = mesh, case, groups
         tensor, pipe = self.line("tensor"), self.line("pipe")
-        model = Net(case.tied, seed).double()
+        model = net(case.tied, seed)
         self.model: nn.Module = model
         self.optimizers: list[Optimizer] = []
         if pipe.size > 1:
@@ -366,9 +355,10 @@ each_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 @pytest.mark.fault(16, 60, 61, techniques=("fsdp", "oss", "tp", "pipe"))
 @each_case
+@pytest.mark.ranks(RANKS, in_turn=True)
 def test_what_any_mesh_has_saved_any_other_loads_to_the_bit(case: Case, tmp_path: Path) -> None:
-    chosen = random.Random(CASES.index(case)).sample(list(meshes(case)), 4)
-    run_ranks(save_and_load, RANKS, tmp_path, case, chosen)
+    chosen = random.Random(CASES.index(case)).sample(list(meshes(case)), 3)
+    save_and_load(tmp_path, case, chosen)
 
 
 @pytest.mark.soak
@@ -395,7 +385,7 @@ EIGHT = (
 
 def trained_alone(mesh: Mesh, case: Case) -> tuple[nn.Module, dict[str, Any]]:
     """What one plain process trains on the data of all replicas of the mesh."""
-    model = Net(case.tied).double()
+    model = net(case.tied)
     groups = grouped(model.named_parameters(), case)
     optimizer = AdamW(groups, lr=0.01) if case.optimizer == "adamw" else SGD(groups, lr=0.01, momentum=0.9)
     replicas = mesh.size("data")
@@ -407,13 +397,21 @@ def trained_alone(mesh: Mesh, case: Case) -> tuple[nn.Module, dict[str, Any]]:
     return model, sharded_state_dict(model, optimizer)
 
 
-def train_as_one_process(mesh: Mesh, case: Case, folder: str) -> None:
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "mesh, case",
+    [(mesh, case) for case in CASES for mesh in EIGHT if not case.adascale and can_be_built(mesh, case)],
+    ids=str,
+)
+@pytest.mark.ranks(8, limit_seconds=900)
+def test_eight_ranks_train_what_one_process_trains(mesh: Mesh, case: Case, tmp_path: Path) -> None:
     """Compares in fp64, where another order of sums leaves 1e-13; Adam divides by small gradients."""
+    folder = str(tmp_path)
     training = Training(mesh, case, groups_of([mesh]))
     training.train()
     training.save(folder)
     model, expected = trained_alone(mesh, case)
-    moved = [(a - b).abs().max() for a, b in zip(model.parameters(), Net(case.tied).double().parameters(), strict=True)]
+    moved = [(a - b).abs().max() for a, b in zip(model.parameters(), net(case.tied).parameters(), strict=True)]
     read = whole(folder, case)
     assert max(moved) > 1e-3 and read.keys() == expected.keys()
     for key, value in expected.items():
@@ -421,16 +419,6 @@ def train_as_one_process(mesh: Mesh, case: Case, folder: str) -> None:
             torch.testing.assert_close(
                 read[key], value, rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}"
             )
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "mesh, case",
-    [(mesh, case) for case in CASES for mesh in EIGHT if not case.adascale and can_be_built(mesh, case)],
-    ids=str,
-)
-def test_eight_ranks_train_what_one_process_trains(mesh: Mesh, case: Case, tmp_path: Path) -> None:
-    run_ranks(train_as_one_process, 8, mesh, case, str(tmp_path), limit_seconds=900)
 
 
 @pytest.mark.soak
@@ -457,8 +445,11 @@ class Uneven(nn.Module):
         return y
 
 
-def uneven(folder: str) -> dict[str, dict[str, Tensor]]:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.ranks(RANKS)
+def test_uneven_parts_strides_and_rank_0s_buffers_are_saved(tmp_path: Path) -> None:
     """Trains and saves under two wrappers; returns the buffers of this rank."""
+    folder = str(tmp_path)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     group, buffers = mesh["data"].get_group(), {}
     for wrapper in ("sharded ddp", "fsdp"):
@@ -479,12 +470,7 @@ def uneven(folder: str) -> dict[str, dict[str, Tensor]]:
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=f"{folder}/{wrapper}/dcp", planner=planner)
         buffers[wrapper] = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    return buffers
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_uneven_parts_strides_and_rank_0s_buffers_are_saved(tmp_path: Path) -> None:
-    buffers = run_ranks(uneven, RANKS, str(tmp_path))
+    buffers = by_rank(buffers)
     states = []
     for wrapper in ("sharded ddp", "fsdp"):
         assert not torch.equal(buffers[0][wrapper]["norm.running_mean"], buffers[2][wrapper]["norm.running_mean"])

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
@@ -50,7 +49,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-def train(wrap: Callable[[nn.Sequential], tuple[nn.Module, Optimizer]]) -> None:
+@pytest.mark.parametrize("wrap", [in_fully_shard, in_sharded_ddp])
+@pytest.mark.ranks(2, in_turn=True)
+def test_a_step_runs_among_messages_of_any_tag(wrap: Callable[[nn.Sequential], tuple[nn.Module, Optimizer]]) -> None:
     plain = net()
     model, optimizer = wrap(copy.deepcopy(plain))
     for _ in range(3):
@@ -65,7 +66,8 @@ def train(wrap: Callable[[nn.Sequential], tuple[nn.Module, Optimizer]]) -> None:
             torch.testing.assert_close(full, plain.state_dict()[name.removeprefix("module.")], rtol=0, atol=1e-12)
 
 
-def train_stages() -> list[list[float]]:
+@pytest.mark.ranks(2)
+def test_a_step_of_a_pipeline_runs_among_messages_of_any_tag() -> None:
     losses: list[list[float]] = []
     for talks in (False, True):
         pipe = DistributedPipe(net(), "1f1b", balance=[2, 1], chunks=2)
@@ -78,14 +80,5 @@ def train_stages() -> list[list[float]]:
                 optimizer.step()
                 optimizer.zero_grad()
             losses[-1].append(float(loss))
-    return losses
-
-
-@pytest.mark.parametrize("wrap", [in_fully_shard, in_sharded_ddp])
-def test_a_step_runs_among_messages_of_any_tag(wrap: Callable[[nn.Sequential], tuple[nn.Module, Optimizer]]) -> None:
-    run_ranks(train, 2, wrap)
-
-
-def test_a_step_of_a_pipeline_runs_among_messages_of_any_tag() -> None:
-    for quiet, among_messages in run_ranks(train_stages, 2):
-        assert quiet == among_messages
+    quiet, among_messages = losses
+    assert quiet == among_messages

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from trainings import add_weights, assert_parity, drawn, recorded, train
+from trainings import ExpertBlock, Net, add_weights, assert_parity, drawn, recorded, train
 
 from scale_check.recording import Recording
 from scale_checkpoint import checkpoint_wrapper
@@ -29,7 +30,6 @@ from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_moe import Balance, MoE, TokenChoice, average_replicated_gradients
 from scale_oss import OSS, ShardedDataParallel
@@ -54,47 +54,35 @@ def checkpointed(module: nn.Module, use_reentrant: bool) -> nn.Module:
     return Checkpointed(module, use_reentrant)
 
 
-class Block(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.moe = MoE(DIM, 8, EXPERTS, TokenChoice(2), balance=Balance(0.05, 0.02), **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.moe(self.norm(x))
+def expert_block(**options: Any) -> ExpertBlock:
+    return ExpertBlock(DIM, 8, EXPERTS, TokenChoice(2), balance=Balance(0.05, 0.02), **options)
 
 
-class Net(nn.Module):
-    def __init__(self, around: Around | None = None, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(2))
-        self.head = nn.Linear(DIM, 3)
-        if around is not None:
-            self.blocks = nn.ModuleList(map(around, self.blocks))
-        self.double()
+def net(around: Around | None = None, **options: Any) -> Net:
+    def block() -> nn.Module:
+        return expert_block(**options) if around is None else around(expert_block(**options))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.up(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    return Net(2, inputs=DIM, outputs=3, block=block)
 
 
 def net_on(mesh: DeviceMesh, around: Around | None = None) -> Net:
-    return Net(around, process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
+    return net(around, process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
 
 
 def plain_net() -> Net:
-    return Net(process_group=Group(), batch_process_group=Group())
+    return net(process_group=Group(), batch_process_group=Group())
+
+
+def loss_of_all(model: nn.Module, step: int) -> Tensor:
+    """Of the tokens of all ranks."""
+    (tokens,) = drawn(step, (4, 5, DIM))
+    loss: Tensor = model(tokens.flatten(0, 1)).square().mean()
+    return loss
 
 
 def loss_of(model: nn.Module, step: int) -> Tensor:
-    """Of all ranks' tokens on one process, and of its own on a rank."""
     (tokens,) = drawn(step, (4, 5, DIM))
-    x = tokens[dist.get_rank()] if dist.is_initialized() else tokens.flatten(0, 1)
-    loss: Tensor = model(x).square().mean()
+    loss: Tensor = model(tokens[dist.get_rank()]).square().mean()
     return loss
 
 
@@ -166,14 +154,15 @@ WAYS: dict[str, Callable[[str], Recording]] = {
 @pytest.mark.composition("scale-checkpoint", "scale-moe")
 @pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(4, in_turn=True)
 def test_experts_beside_replicas_train_as_one_process(way: str, tmp_path: Path) -> None:
     """Losses, norms, full state dicts and, through a snapshot that one process reads, weights and optimizer."""
     model = plain_net()
     clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
-    expected = train(model, optimizer_of(model.parameters()), loss_of, range(STEPS), clip=clip)
+    expected = train(model, optimizer_of(model.parameters()), loss_of_all, range(STEPS), clip=clip)
     if "fsdp" in way:
         add_weights(expected, model.state_dict())
-    assert_parity(expected, run_ranks(WAYS[way], 4, str(tmp_path)), rel=1e-6)
+    assert_parity(expected, by_rank(WAYS[way](str(tmp_path))), rel=1e-6)
 
     alone = plain_net()
     fresh = optimizer_of(alone.parameters())
@@ -182,17 +171,17 @@ def test_experts_beside_replicas_train_as_one_process(way: str, tmp_path: Path) 
     assert_parity(recorded([0.0], model.state_dict()), [recorded([0.0], alone.state_dict())], rel=1e-6)
 
 
-def wrap_over_all_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+@pytest.mark.ranks(4, in_turn=True)
+def test_divided_experts_are_not_averaged_over_all_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
     with pytest.raises(ValueError, match=r"blocks.0.moe.experts.gate_up_proj' is a shard .* its layer divides"):
         wrap(net_on(mesh_of()))
 
 
-@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
-def test_divided_experts_are_not_averaged_over_all_ranks(wrap: Callable[[nn.Module], nn.Module]) -> None:
-    run_ranks(wrap_over_all_ranks, 4, wrap)
-
-
-def replay_noise() -> None:
+@pytest.mark.composition("scale-checkpoint", "scale-moe")
+@pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
+@pytest.mark.ranks(4)
+def test_a_recomputed_layer_draws_the_same_noise() -> None:
     """A recomputed forward draws the same noise, and so sends the same rows; loads count once."""
     rule = TokenChoice(1, normalize=False, jitter=0.3, noisy=True)
     x = torch.randn(7, DIM, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -216,21 +205,17 @@ def replay_noise() -> None:
             assert torch.equal(one, other)
 
 
-@pytest.mark.composition("scale-checkpoint", "scale-moe")
-@pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
-def test_a_recomputed_layer_draws_the_same_noise() -> None:
-    run_ranks(replay_noise, 4)
-
-
 def stage_layers(group: GroupLike) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = [Block(process_group=group, batch_process_group=group) for _ in range(2)]
+    blocks = [expert_block(process_group=group, batch_process_group=group) for _ in range(2)]
     for block in blocks:
         block.moe.aux_loss_scale = 1 / 2  # The loss of two micro-batches is their mean.
     return nn.Sequential(blocks[0], nn.Linear(DIM, DIM), blocks[1], nn.Linear(DIM, 3)).double()
 
 
-def train_stages() -> None:
+@pytest.mark.composition("scale-pipe", "scale-moe")
+@pytest.mark.ranks(4)
+def test_experts_inside_stages_have_the_gradients_of_one_process() -> None:
     """Two stages, the layers of each on two ranks that divide its experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "expert"))
     options: Any = {"balance": [2, 2], "chunks": 2, "process_group": mesh["stage"]}
@@ -258,12 +243,8 @@ def train_stages() -> None:
     assert compared >= 7
 
 
-@pytest.mark.composition("scale-pipe", "scale-moe")
-def test_experts_inside_stages_have_the_gradients_of_one_process() -> None:
-    run_ranks(train_stages, 4)
-
-
-def gather_state_of_no_expert() -> None:
+@pytest.mark.ranks(4)
+def test_the_state_of_a_rank_without_experts_is_gathered() -> None:
     """One expert on an axis of two ranks: those of the second have empty pieces of empty pieces."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))
     torch.manual_seed(0)
@@ -278,7 +259,3 @@ def gather_state_of_no_expert() -> None:
         dist.all_reduce(own)
         assert shard is not None and whole[name]["exp_avg"].shape == shard.shape
         torch.testing.assert_close(whole[name]["exp_avg"].square().sum(), own)
-
-
-def test_the_state_of_a_rank_without_experts_is_gathered() -> None:
-    run_ranks(gather_state_of_no_expert, 4)

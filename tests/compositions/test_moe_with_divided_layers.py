@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainings import assert_parity, recorded, train
@@ -23,7 +24,7 @@ from scale_core import clip_grad_norm_
 from scale_core.comm.group import Group
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
-from scale_core.testing import preload, run_ranks
+from scale_core.testing import preload
 from scale_fsdp import fully_shard
 from scale_moe import average_replicated_gradients, parallelize_experts
 from scale_snapshot import load_snapshot, save_snapshot
@@ -112,10 +113,11 @@ WAYS: dict[str, Callable[[str], Recording]] = {
 @pytest.mark.composition("scale-moe", "scale-tp", "scale-fsdp")
 @pytest.mark.composition("scale-moe", "context parallel")
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(4, in_turn=True)
 def test_a_mixtral_trains_as_one_process_does(way: str, tmp_path: Path) -> None:
     model = mixtral()
     expected = train_on(model, batch_of(slice(4)))
-    assert_parity(expected, run_ranks(WAYS[way], 4, str(tmp_path)), rel=1e-5)
+    assert_parity(expected, by_rank(WAYS[way](str(tmp_path))), rel=1e-5)
     if "sequences" not in way:
         alone = mixtral()
         fresh = optimizer_of(alone)
@@ -124,12 +126,9 @@ def test_a_mixtral_trains_as_one_process_does(way: str, tmp_path: Path) -> None:
         assert_parity(recorded([0.0], model.state_dict()), [recorded([0.0], alone.state_dict())], rel=1e-5)
 
 
-def divide_a_sequence() -> None:
+@pytest.mark.ranks(4)
+def test_experts_of_a_divided_sequence_are_refused() -> None:
     mesh, model = two_axes(), mixtral()
     parallelize_experts(model, mesh)
     with pytest.raises(ValueError, match=r"sequence_parallel=True: 'model.layers.0.mlp.gate' .* is not divided"):
         scale_tp.parallelize(model, ATTENTION, mesh["tensor"], sequence_parallel=True)
-
-
-def test_experts_of_a_divided_sequence_are_refused() -> None:
-    run_ranks(divide_a_sequence, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils._pytree import tree_flatten_with_path
-from trainings import Loss, mean_gradients, outcomes, train_beside
+from trainings import Block, Loss, Net, mean_gradients, train_beside
 from with_options import with_options
 
 from scale_check.simulate import simulate
@@ -45,28 +45,12 @@ OPTIMIZERS = {name: kwargs for name, kwargs in OPTIMIZERS.items() if hasattr(tor
 BY_MATRIX: type[torch.optim.Optimizer] = getattr(torch.optim, "Muon", torch.optim.Adafactor)  # torch has it from 2.9 on
 
 
-class Block(nn.Module):
-    """Prime sizes, so that shards end inside of tensors."""
+class Words(Net):
+    """An embedding that is the head, too, and a block that some steps leave out; prime sizes, which shards cut."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(7), nn.Linear(7, 13), nn.Linear(13, 7, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return h
-
-
-class Net(nn.Module):
-    """An embedding that is the head, too; and a block that some steps leave out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.embed = nn.Embedding(11, 7)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(7, 11, bias=False)
-        self.head.weight = self.embed.weight
+        super().__init__(2, words=11, tied=True, block=lambda: Block(7, 13, bias=False), width=7, seed=4)
+        self.float()
 
     def forward(self, x: Tensor, skip: bool = False) -> Tensor:
         h = self.embed(x)
@@ -79,7 +63,7 @@ class Net(nn.Module):
 HIDDEN = ["blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "blocks.1.down.weight"]
 
 
-def shard(model: Net, mesh: Any = None, **kwargs: Any) -> Net:
+def shard(model: Words, mesh: Any = None, **kwargs: Any) -> Words:
     for block in model.blocks:
         fully_shard(block, mesh, **shard_arguments(**kwargs))
     return fully_shard(model, mesh, **shard_arguments(**kwargs))
@@ -100,7 +84,7 @@ def step_beside_plain(name: str, copies: int) -> None:
     """Trains the sharded model by OSS and the plain one by the plain optimizer, to the bit; then compares states."""
     cls: type[Optimizer] = getattr(torch.optim, name)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shard")) if copies > 1 else None
-    plain = Net()
+    plain = Words()
     model = shard(copy.deepcopy(plain), mesh)
     trained = trained_by(name, model)
     ours = OSS(trained, cls, **with_options(OSSOptions, bucket_numel=60, **OPTIMIZERS[name]))
@@ -145,25 +129,20 @@ def assert_equal_trees(ours: Any, theirs: Any) -> None:
         assert torch.equal(leaves[path], leaf) if isinstance(leaf, Tensor) else leaves[path] == leaf, path
 
 
-def step_on_one_mesh(name: str, folder: Path) -> None:
-    step_beside_plain(name, copies=1)
-
-
-on_two_ranks = outcomes(step_on_one_mesh, OPTIMIZERS, 2)
 A_FEW = [name for name in ("Adafactor", "Muon", "AdamW") if name in OPTIMIZERS]
 
 
 @pytest.mark.composition("OSS", "scale-fsdp")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_optimizer_of_torch_is_the_plain_one_to_the_bit(
-    name: str, on_two_ranks: Callable[[str], Sequence[None]]
-) -> None:
-    on_two_ranks(name)
+@pytest.mark.ranks(2, in_turn=True)
+def test_each_optimizer_of_torch_is_the_plain_one_to_the_bit(name: str) -> None:
+    step_beside_plain(name, copies=1)
 
 
 @pytest.mark.parametrize("name", A_FEW)
+@pytest.mark.ranks(3, in_turn=True)
 def test_so_it_is_where_shards_are_uneven(name: str) -> None:
-    run_ranks(step_beside_plain, 3, name, 1)
+    step_beside_plain(name, copies=1)
 
 
 @pytest.mark.parametrize("name", A_FEW)
@@ -172,8 +151,9 @@ def test_so_it_is_in_a_world_of_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "AdamW"])
+@pytest.mark.ranks(4, in_turn=True)
 def test_in_a_hybrid_mesh_each_copy_does_the_same(name: str) -> None:
-    run_ranks(step_beside_plain, 4, name, 2)
+    step_beside_plain(name, copies=2)
 
 
 class SmallWeightsOnly(torch.optim.SGD):
@@ -194,8 +174,9 @@ class SmallWeightsOnly(torch.optim.SGD):
                     param.sub_(group["lr"] * param.grad * state["small"] / (1 + state["norm"]))
 
 
-def read_values_when_built() -> None:
-    plain = Net()
+@pytest.mark.ranks(2)
+def test_an_optimizer_may_read_values_when_it_is_built() -> None:
+    plain = Words()
     model = shard(copy.deepcopy(plain))
     oss = OSS(
         list(model.parameters())[:3], SmallWeightsOnly, options=OSSOptions(elementwise=False, bucket_numel=60), lr=0.1
@@ -208,15 +189,11 @@ def read_values_when_built() -> None:
     train_beside(plain, model, loss_of, (reference, oss), steps=2)
 
 
-def test_an_optimizer_may_read_values_when_it_is_built() -> None:
-    run_ranks(read_values_when_built, 2)
-
-
 # What a training loop does with it.
 
 
-def built(recipe: str) -> tuple[Net, Any]:
-    model = shard(Net())
+def built(recipe: str) -> tuple[Words, Any]:
+    model = shard(Words())
     if recipe == "split":
         return model, split_by(
             model, (BY_MATRIX, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}), options=OSSOptions(bucket_numel=60)
@@ -224,7 +201,7 @@ def built(recipe: str) -> tuple[Net, Any]:
     return model, OSS(model.named_parameters(), torch.optim.Adafactor, lr=0.01, options=OSSOptions(bucket_numel=60))
 
 
-def train(model: Net, optimizer: Any, steps: Iterable[int]) -> None:
+def train(model: Words, optimizer: Any, steps: Iterable[int]) -> None:
     for step in steps:
         loss_of(model, 0, 10 * step).backward()  # The same batch on every rank, so that the world's size is no matter.
         optimizer.step()
@@ -255,9 +232,11 @@ def test_it_is_saved_in_pieces_and_trains_on_in_another_world(recipe: str, tmp_p
     run_ranks(train_on, 2, recipe, tmp_path)
 
 
-def load_after_steps(cls: type[Optimizer]) -> None:
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
+@pytest.mark.ranks(2, in_turn=True)
+def test_the_whole_state_loads_before_and_after_steps(cls: type[Optimizer]) -> None:
     """The full state, into the optimizer that has given it, and into a fresh one."""
-    model = shard(Net())
+    model = shard(Words())
     optimizer = OSS(model.parameters(), cls, lr=0.01)
     train(model, optimizer, range(2))
     state = copy.deepcopy(optimizer.state_dict(all_ranks=True))
@@ -266,14 +245,10 @@ def load_after_steps(cls: type[Optimizer]) -> None:
         assert_equal_trees(each.state_dict(all_ranks=True), state)
 
 
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor])
-def test_the_whole_state_loads_before_and_after_steps(cls: type[Optimizer]) -> None:
-    run_ranks(load_after_steps, 2, cls)
-
-
-def split_matrices_from_others() -> None:
+@pytest.mark.ranks(3)
+def test_matrices_and_others_train_by_their_own_optimizers() -> None:
     """Matrices to one optimizer, all else to the other, by the shapes that they have as wholes; clipped by one norm."""
-    plain = Net()
+    plain = Words()
     model = shard(copy.deepcopy(plain))
     ours = split_by(model, (BY_MATRIX, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01}))
     others = [name for name, _ in plain.named_parameters() if name not in HIDDEN]
@@ -290,13 +265,10 @@ def split_matrices_from_others() -> None:
     train_beside(plain, model, loss_of, (matrices, ours))
 
 
-def test_matrices_and_others_train_by_their_own_optimizers() -> None:
-    run_ranks(split_matrices_from_others, 3)
-
-
-def flat_parameters() -> None:
+@pytest.mark.ranks(2)
+def test_flat_parameters_are_stepped_on_or_refused() -> None:
     """An element-wise optimizer steps on flat parameters; others, and a gathering by numbers, are refused by name."""
-    model = shard(Net(), flatten_parameters=True)
+    model = shard(Words(), flatten_parameters=True)
     with pytest.raises(ValueError, match=r"'.*flat_param_0' is one flat parameter .*flatten_parameters=False"):
         OSS(model.parameters(), torch.optim.Adafactor)
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.01)
@@ -308,10 +280,6 @@ def flat_parameters() -> None:
     for name, state in gathered["state"].items():
         piece = pieces[f"optim.{name}.exp_avg"]
         assert torch.equal(state["exp_avg"].reshape(-1)[piece.start : piece.stop], piece.tensor.reshape(-1))
-
-
-def test_flat_parameters_are_stepped_on_or_refused() -> None:
-    run_ranks(flat_parameters, 2)
 
 
 @pytest.mark.simulation

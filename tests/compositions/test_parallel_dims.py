@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from rank_values import by_rank
 from torch import Tensor, nn
 from trainings import Block, Net, assert_parity, drawn, train
 
 from scale_adascale import AdaScale
 from scale_check.recording import Recording
 from scale_core import ParallelDims, clip_grad_norm_, group_of
+from scale_core.comm.group import Group
 from scale_core.shard import shard_of
-from scale_core.testing import run_ranks
 from scale_fsdp import full_state_dict, fully_shard
 from scale_moe import Balance, MoE, average_replicated_gradients
 from scale_oss import OSS, LocalSGD, ShardedDataParallel
@@ -30,10 +31,11 @@ BATCH = 8
 class ExpertBlock(nn.Module):
     """A residual block of experts, whose load balancing loss looks at the tokens of all ranks."""
 
-    def __init__(self, dims: ParallelDims | None) -> None:
+    def __init__(self, dims: ParallelDims | Group) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
-        self.moe = MoE(6, 10, num_experts=3, balance=Balance(aux_loss_coef=0.1), process_group=dims)
+        options: Any = {"batch_process_group": dims} if isinstance(dims, Group) else {}
+        self.moe = MoE(6, 10, num_experts=3, balance=Balance(aux_loss_coef=0.1), process_group=dims, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.moe(self.norm(x))
@@ -139,16 +141,18 @@ LOSSES_AND_NORMS = ("stages, sharded", "experts and an optimizer in shards")  # 
 @pytest.mark.composition("scale-tp", "scale-fsdp", "scale-adascale")
 @pytest.mark.composition("scale-pipe", "scale-fsdp")
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(4, in_turn=True)
 def test_one_description_of_the_ranks_serves_all_techniques(way: str) -> None:
-    assert_parity(in_one_process(weights=way not in LOSSES_AND_NORMS), run_ranks(WAYS[way], 4))
+    assert_parity(in_one_process(weights=way not in LOSSES_AND_NORMS), by_rank(WAYS[way]()))
 
 
 @pytest.mark.composition("scale-moe", "scale-fsdp")
 @pytest.mark.composition("scale-moe", "ShardedDataParallel")
 @pytest.mark.parametrize("way", EXPERT_WAYS)
+@pytest.mark.ranks(4, in_turn=True)
 def test_experts_are_sharded_over_the_ranks_that_have_the_same(way: str) -> None:
-    expected = in_one_process(partial(ExpertBlock, None), weights=way not in LOSSES_AND_NORMS)
-    assert_parity(expected, run_ranks(EXPERT_WAYS[way], 4))
+    expected = in_one_process(partial(ExpertBlock, Group()), weights=way not in LOSSES_AND_NORMS)
+    assert_parity(expected, by_rank(EXPERT_WAYS[way]()))
 
 
 @pytest.mark.ranks(4)

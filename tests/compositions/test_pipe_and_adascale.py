@@ -5,9 +5,7 @@ Models are of fp64, so that what is compared to 1e-6 is the method and not the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from trainings import assert_same_gains, drawn, gains_of, gains_of_one_process, outcomes
+from trainings import assert_same_gains, drawn, gains_of, gains_of_one_process
 from with_options import with_options
 
 from scale_adascale import AdaScale, AdaScaleOptions
 from scale_core import ShardedGradScaler
 from scale_core.hooks.microbatch_grads import microbatch_steps_wanted
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, StageError
@@ -228,29 +225,22 @@ REPLICATED: list[Case] = [
     Case("zb_v", wrap="fsdp", how="scaled"),
     Case("zb_v", wrap="ddp", how="told little"),
 ]
-BY_NAME = {str(case): case for case in (*CASES, *REPLICATED)}
-
-
-def run_case(name: str, folder: Path) -> None:
-    check_gains(BY_NAME[name])
-
-
-on_two_ranks, on_four_ranks = (outcomes(run_case, map(str, cases), 2 * n) for n, cases in ((1, CASES), (2, REPLICATED)))
-Results = Callable[[str], Sequence[None]]
 
 
 @pytest.mark.composition("scale-adascale", "scale-pipe")
-@pytest.mark.parametrize("case", [str(case) for case in CASES])
-def test_the_gain_of_a_pipeline_is_that_of_one_process(case: str, on_two_ranks: Results) -> None:
-    on_two_ranks(case)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.ranks(2, in_turn=True)
+def test_the_gain_of_a_pipeline_is_that_of_one_process(case: Case) -> None:
+    check_gains(case)
 
 
 @pytest.mark.composition("scale-adascale", "scale-pipe", "scale-fsdp")
 @pytest.mark.composition("scale-adascale", "scale-pipe", "ShardedDataParallel")
 @pytest.mark.composition("scale-adascale", "scale-pipe", "DistributedDataParallel")
-@pytest.mark.parametrize("case", [str(case) for case in REPLICATED])
-def test_the_gain_of_stages_with_replicas_is_that_of_one_process(case: str, on_four_ranks: Results) -> None:
-    on_four_ranks(case)
+@pytest.mark.parametrize("case", REPLICATED, ids=str)
+@pytest.mark.ranks(4, in_turn=True)
+def test_the_gain_of_stages_with_replicas_is_that_of_one_process(case: Case) -> None:
+    check_gains(case)
 
 
 def words(group: Any = None) -> nn.Sequential:
@@ -279,7 +269,8 @@ def words_loss(model: nn.Module, number: int) -> Tensor:
     return nn.functional.cross_entropy(model(pairs[:, 0]), pairs[:, 1])
 
 
-def train_divided_layers() -> None:
+@pytest.mark.ranks(4)
+def test_the_gain_of_divided_stages_is_that_of_one_process() -> None:
     """Each stage is computed by two ranks together, which have the same data."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("partner", "pipe"))
     model = words(mesh.get_group("partner"))
@@ -302,15 +293,12 @@ def train_divided_layers() -> None:
     assert_same_gains(expected, gains, GAIN)
 
 
-def test_the_gain_of_divided_stages_is_that_of_one_process() -> None:
-    run_ranks(train_divided_layers, 4)
-
-
 def by_itself() -> Any:
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-def measure_on_one_rank() -> None:
+@pytest.mark.ranks(2)
+def test_a_tied_weight_that_one_rank_measures_is_refused_on_all() -> None:
     """The first stage and the last have one weight; the ranks of both raise."""
     pipe = DistributedPipe(layers(Case(tied=True)), balance=[4, 4], chunks=CHUNKS)
     x, target = batch_of(0, 0)
@@ -326,11 +314,16 @@ def measure_on_one_rank() -> None:
     pipe.step(x, target=target, loss_fn=mse)
 
 
-def test_a_tied_weight_that_one_rank_measures_is_refused_on_all() -> None:
-    run_ranks(measure_on_one_rank, 2)
-
-
-def measure_on_other_terms(how: str, words: str) -> None:
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("alone", "nothing"),
+        ("passes", "1 parameter group after 0 of 8"),
+        ("groups", "2 parameter groups after"),
+    ],
+)
+@pytest.mark.ranks(2, in_turn=True)
+def test_ranks_that_measure_on_other_terms_are_refused(how: str, words: str) -> None:
     """No parameter is shared: the ranks would wait for each other in the sum that is theirs alone."""
     rank = dist.get_rank()
     pipe = DistributedPipe(layers(Case()), "zb_h1", balance=[4, 4], chunks=CHUNKS)
@@ -350,19 +343,8 @@ def measure_on_other_terms(how: str, words: str) -> None:
         optimizer.unhook()
 
 
-@pytest.mark.parametrize(
-    "how, words",
-    [
-        ("alone", "nothing"),
-        ("passes", "1 parameter group after 0 of 8"),
-        ("groups", "2 parameter groups after"),
-    ],
-)
-def test_ranks_that_measure_on_other_terms_are_refused(how: str, words: str) -> None:
-    run_ranks(measure_on_other_terms, 2, how, words)
-
-
-def measure_unequal_micro_batches() -> None:
+@pytest.mark.ranks(2)
+def test_unequal_micro_batches_count_by_their_size() -> None:
     """The gain of seven samples in micro-batches of 2, 2, 2 and 1 is that of their expectations."""
     sizes = [2, 2, 2, 1]
     x, target = (whole[:7] for whole in batch_of(0, 0))
@@ -383,11 +365,8 @@ def measure_unequal_micro_batches() -> None:
     optimizer.unhook()
 
 
-def test_unequal_micro_batches_count_by_their_size() -> None:
-    run_ranks(measure_unequal_micro_batches, 2)
-
-
-def step_with_another_number_of_micro_batches() -> None:
+@pytest.mark.ranks(2)
+def test_another_number_of_micro_batches_is_refused() -> None:
     """More micro-batches than AdaScale expects, and two steps of the pipeline for one of the optimizer."""
     pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS)
     groups = {"process_group": by_itself(), "model_parallel_group": dist.group.WORLD}
@@ -410,10 +389,6 @@ def step_with_another_number_of_micro_batches() -> None:
     optimizer.unhook()
 
 
-def test_another_number_of_micro_batches_is_refused() -> None:
-    run_ranks(step_with_another_number_of_micro_batches, 2)
-
-
 def thin() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.ReLU(), nn.Linear(WIDTH, WIDTH)).double()
@@ -424,7 +399,8 @@ def thin_loss(model: nn.Module, number: int) -> Tensor:
     return mse(model(x), target)
 
 
-def train_beside_a_stage_without_parameters() -> None:
+@pytest.mark.ranks(3)
+def test_a_stage_without_parameters_is_not_waited_for() -> None:
     """Of three ranks, the second of which has nothing to measure and no optimizer."""
     pipe, gains = DistributedPipe(thin(), "1f1b", balance=[1, 2, 1], chunks=CHUNKS), []
     params = list(pipe.parameters())
@@ -444,10 +420,6 @@ def train_beside_a_stage_without_parameters() -> None:
         assert_same_gains(expected, gains, GAIN)
 
 
-def test_a_stage_without_parameters_is_not_waited_for() -> None:
-    run_ranks(train_beside_a_stage_without_parameters, 3)
-
-
 class AttentionOfParts(nn.Module):
     """Self-attention over sequences of which each of these ranks has a part."""
 
@@ -461,7 +433,9 @@ class AttentionOfParts(nn.Module):
             return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1)
 
 
-def measure_parts_of_sequences() -> None:
+@pytest.mark.composition("scale-adascale", "scale-pipe", "context parallel", refused=True)
+@pytest.mark.ranks(4)
+def test_stages_that_compute_parts_of_sequences_are_refused() -> None:
     """The first stage alone enters the block, in its forward."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "pipe"))
     ranks, partners = mesh.get_group("pipe"), mesh.get_group("context")
@@ -482,8 +456,3 @@ def measure_parts_of_sequences() -> None:
     assert "parts of the same sequences" in str(caught.value)
     optimizer.zero_grad()
     optimizer.unhook()
-
-
-@pytest.mark.composition("scale-adascale", "scale-pipe", "context parallel", refused=True)
-def test_stages_that_compute_parts_of_sequences_are_refused() -> None:
-    run_ranks(measure_parts_of_sequences, 4)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainings import Block, Net, assert_parity, drawn, recorded, train
@@ -22,8 +23,8 @@ from with_options import with_options
 
 from scale_check.recording import Key, Phase, Recording
 from scale_core import clip_grad_norm_
+from scale_core.comm.group import Group, GroupLike
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_pipe import DistributedPipe, Pipe, StageError, split
 from scale_tp import (
@@ -40,7 +41,7 @@ STEPS, CHUNKS, WORDS = 3, 4, 7
 
 
 class DividedBlock(nn.Module):
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: GroupLike) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(6)
         self.up = ColumnParallelLinear(6, 9, gather_output=False, process_group=group)
@@ -54,7 +55,7 @@ class DividedBlock(nn.Module):
 class Words(nn.Module):
     """A model of words whose first and last weight are one, divided among ranks in both places."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: GroupLike = None) -> None:
         super().__init__()
         torch.manual_seed(1)  # All ranks draw the same weights, of which each keeps its part.
         self.embed, self.block = VocabParallelEmbedding(WORDS, 6, process_group=group), DividedBlock(group)
@@ -67,7 +68,7 @@ class Words(nn.Module):
         return y
 
 
-def net(group: dist.ProcessGroup | None = None) -> nn.Module:
+def net(group: GroupLike = None) -> nn.Module:
     return Net(4, outputs=6, block=lambda: DividedBlock(group))
 
 
@@ -129,20 +130,17 @@ def two_axes() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipe", "tensor"))
 
 
-def train_divided_layers(schedule: str, cuts: list[str]) -> Recording:
-    mesh = two_axes()
-    stages = split(net(mesh.get_group("tensor")), cuts)
-    pipe = DistributedPipe(stages, schedule, chunks=CHUNKS, process_group=mesh["pipe"])
-    return train_pipe(pipe, batch_of, F.mse_loss)
-
-
 @pytest.mark.composition("scale-pipe", "scale-tp")
 @pytest.mark.parametrize(
     "schedule, cuts", [("1f1b", ["blocks.2"]), ("zb_v", ["blocks.1", "blocks.2", "blocks.3"])], ids=["1f1b", "zb_v"]
 )
+@pytest.mark.ranks(4, in_turn=True)
 def test_stages_that_two_ranks_compute_train_as_one_process(schedule: str, cuts: list[str]) -> None:
-    expected = without_weights(train_plain(net(), batch_of, F.mse_loss))
-    assert_parity(expected, run_ranks(train_divided_layers, 4, schedule, cuts), rel=1e-6)
+    mesh = two_axes()
+    stages = split(net(mesh.get_group("tensor")), cuts)
+    pipe = DistributedPipe(stages, schedule, chunks=CHUNKS, process_group=mesh["pipe"])
+    of_ranks = by_rank(train_pipe(pipe, batch_of, F.mse_loss))
+    assert_parity(without_weights(train_plain(net(Group()), batch_of, F.mse_loss)), of_ranks, rel=1e-6)
 
 
 def without_weights(recording: Recording) -> Recording:
@@ -153,17 +151,15 @@ def weights_of(recording: Recording) -> Recording:
     return Recording({key: tensor for key, tensor in recording.tensors.items() if key.phase is Phase.WEIGHT})
 
 
-def train_divided_words() -> Recording:
+@pytest.mark.composition("scale-pipe", "scale-tp")
+@pytest.mark.ranks(4)
+def test_a_divided_weight_of_two_stages_trains_as_one() -> None:
     mesh = two_axes()
     stages = split(Words(mesh.get_group("tensor")), ["block"])
     pipe = DistributedPipe(stages, chunks=CHUNKS, process_group=mesh["pipe"])
-    return train_pipe(pipe, words_of, F.cross_entropy)
-
-
-@pytest.mark.composition("scale-pipe", "scale-tp")
-def test_a_divided_weight_of_two_stages_trains_as_one() -> None:
-    expected = without_weights(train_plain(Words(), words_of, F.cross_entropy))
-    assert_parity(expected, run_ranks(train_divided_words, 4), rel=1e-6)
+    of_ranks = by_rank(train_pipe(pipe, words_of, F.cross_entropy))
+    plain = train_plain(Words(Group()), words_of, F.cross_entropy)
+    assert_parity(without_weights(plain), of_ranks, rel=1e-6)
 
 
 def sequential(divided: bool) -> nn.Sequential:
@@ -187,7 +183,9 @@ def sequential(divided: bool) -> nn.Sequential:
     return layers
 
 
-def train_in_one_process(checkpoint: str) -> None:
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.ranks(2, in_turn=True)
+def test_layers_of_a_pipeline_in_one_process_may_be_divided(checkpoint: str) -> None:
     """Each rank has a pipeline of its own, with its parts of all layers; both clocks tick alike."""
     data = torch.randint(WORDS, (5, 3), generator=torch.Generator().manual_seed(4))
     (target,) = drawn(5, (5, 3, 5))
@@ -200,11 +198,6 @@ def train_in_one_process(checkpoint: str) -> None:
         clip = partial(clip_grad_norm_, params, 0.1)
         recordings.append(train(model, optimizer, lambda m, step: F.mse_loss(m(data), target), range(STEPS), clip=clip))
     assert_parity(recordings[0], recordings[1:], rel=1e-6)
-
-
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_layers_of_a_pipeline_in_one_process_may_be_divided(checkpoint: str) -> None:
-    run_ranks(train_in_one_process, 2, checkpoint)
 
 
 PLANS = {
@@ -228,7 +221,10 @@ def cut(model: nn.Module, kind: str, schedule: str, ranks: DeviceMesh) -> Distri
     return DistributedPipe(stages, schedule, balance=balance, chunks=2, process_group=ranks)
 
 
-def divide_and_cut(kind: str, schedule: str) -> Recording:
+@pytest.mark.composition("scale-pipe", "scale-tp", "scale-fsdp")
+@pytest.mark.parametrize("kind, schedule", WAYS)
+@pytest.mark.ranks(4, 8, in_turn=True)
+def test_a_divided_model_is_cut_and_sharded(kind: str, schedule: str) -> None:
     """A plan divides the whole model, and then it is cut; replicas of each stage shard what is left of it."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // 4, 2, 2), mesh_dim_names=("data", "pipe", "tensor"))
@@ -246,22 +242,17 @@ def divide_and_cut(kind: str, schedule: str) -> Recording:
     # The first rank of each pipeline gets full tensors, in the plain model's order.
     assert list(state) == ([] if dist.get_rank() % 4 > 1 else list(built(kind).state_dict()))
     trained.tensors |= {Key(STEPS + 1, Phase.WEIGHT, name): tensor.clone() for name, tensor in state.items()}
-    return trained
 
-
-@pytest.mark.composition("scale-pipe", "scale-tp", "scale-fsdp")
-@pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.parametrize("kind, schedule", WAYS)
-def test_a_divided_model_is_cut_and_sharded(kind: str, schedule: str, ranks: int) -> None:
-    expected = train_plain(built(kind), batch_of, F.mse_loss, adamw, 0.1)
-    by_rank = run_ranks(divide_and_cut, ranks, kind, schedule)
-    assert_parity(without_weights(expected), [without_weights(each) for each in by_rank], rel=1e-6)
-    states = [weights_of(each) for each in by_rank if weights_of(each).tensors]
+    expected, of_ranks = train_plain(built(kind), batch_of, F.mse_loss, adamw, 0.1), by_rank(trained)
+    assert_parity(without_weights(expected), [without_weights(each) for each in of_ranks], rel=1e-6)
+    states = [weights_of(each) for each in of_ranks if weights_of(each).tensors]
     assert len(states) == ranks // 2
     assert_parity(weights_of(expected), states, rel=1e-6)
 
 
-def train_the_same_parts(kind: str, schedule: str) -> None:
+@pytest.mark.parametrize("kind, schedule", WAYS)
+@pytest.mark.ranks(4, in_turn=True)
+def test_stages_notice_that_all_ranks_hold_the_same(kind: str, schedule: str) -> None:
     """Each stage looks in its first forward whether its ranks hold different parts, as the whole model would."""
     mesh = two_axes()
     model = parallelize(built(kind), PLANS[kind], mesh["tensor"])
@@ -270,8 +261,3 @@ def train_the_same_parts(kind: str, schedule: str) -> None:
     x, target = batch_of(0)
     with pytest.raises(StageError, match="hold the same"):
         cut(model, kind, schedule, mesh["pipe"]).step(x, target=target, loss_fn=F.mse_loss)
-
-
-@pytest.mark.parametrize("kind, schedule", WAYS)
-def test_stages_notice_that_all_ranks_hold_the_same(kind: str, schedule: str) -> None:
-    run_ranks(train_the_same_parts, 4, kind, schedule)

@@ -7,18 +7,18 @@ it, two steps equal plain PyTorch: each replica's gradients accumulated over its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from trainings import Block, Net, assert_parity, drawn, recorded
 
-from scale_check.recording import Recording
 from scale_checkpoint import checkpoint_wrapper
 from scale_core import ShardedGradScaler
 from scale_core.comm.group import group_of
@@ -140,23 +140,6 @@ def fail(pipe: DistributedPipe, x: Tensor, target: Tensor, loss_of: Any) -> None
         pipe.step(x, target=target, loss_fn=failing)
 
 
-def train_replicas(way: str, schedule: str) -> tuple[list[float], float, dict[str, Tensor]]:
-    """Losses of two steps, that of an evaluation, and weights."""
-    mesh, mse = mesh_of_two(), nn.functional.mse_loss
-    replica = mesh.get_local_rank("replica")
-    pipe = DistributedPipe(split(Net(), SCHEDULES[schedule]), schedule, chunks=CHUNKS, process_group=mesh["pipe"])
-    optimizers, losses = WAYS[way](pipe, mesh.get_group("replica"), "SGD"), []
-    for step in range(2):
-        x, target = batch_of(step, replica)
-        losses.append(pipe.step(x, target=target, loss_fn=mse).item())
-        fail(pipe, x, target, mse)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    x, target = batch_of(2, replica)
-    return losses, pipe.eval().evaluate(x, target=target, loss_fn=mse).item(), full_weights(pipe)
-
-
 def train_plainly() -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
     """Losses of each replica, those of the evaluation, and weights."""
     model, losses, mse = Net(), [[0.0, 0.0], [0.0, 0.0]], nn.functional.mse_loss
@@ -177,44 +160,52 @@ def train_plainly() -> tuple[list[list[float]], list[float], dict[str, Tensor]]:
     return losses, judged, model.state_dict()
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """Ranks compute with one thread, and some kernels sum in another order with more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.composition("scale-pipe", "scale-fsdp")
 @pytest.mark.composition("scale-pipe", "ShardedDataParallel")
 @pytest.mark.composition("scale-pipe", "DistributedDataParallel")
 @pytest.mark.composition("scale-checkpoint", "scale-pipe")
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.ranks(4, in_turn=True)
 def test_stages_with_replicas_train_as_one_process(way: str, schedule: str) -> None:
-    by_rank = run_ranks(train_replicas, 4, way, schedule)
-    losses, judged, weights = train_plainly()
-    for replica in range(2):
-        expected = recorded([0.0, 0.0], None, loss=losses[replica], judged=[judged[replica]])
-        of_replica = by_rank[2 * replica : 2 * replica + 2]
-        assert_parity(expected, [recorded([0.0, 0.0], None, loss=each[0], judged=[each[1]]) for each in of_replica])
-        # Micro-batches in the order 0, 1, ...: the very sums of the plain loop; in another order, its rounding.
-        states = [recorded([0.0], state) for _, _, state in of_replica]
-        assert_parity(recorded([0.0], weights), states, rel=0.0 if schedule == "1f1b" else 1e-9, in_parts=True)
+    """Losses of two steps, that of an evaluation, and weights."""
+    mesh, mse = mesh_of_two(), nn.functional.mse_loss
+    replica = mesh.get_local_rank("replica")
+    pipe = DistributedPipe(split(Net(), SCHEDULES[schedule]), schedule, chunks=CHUNKS, process_group=mesh["pipe"])
+    optimizers, losses = WAYS[way](pipe, mesh.get_group("replica"), "SGD"), []
+    for step in range(2):
+        x, target = batch_of(step, replica)
+        losses.append(pipe.step(x, target=target, loss_fn=mse).item())
+        fail(pipe, x, target, mse)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    x, target = batch_of(2, replica)
+    evaluated = pipe.eval().evaluate(x, target=target, loss_fn=mse).item()
+
+    expected_losses, judged, weights = train_plainly()
+    expected = recorded([0.0, 0.0], None, loss=expected_losses[replica], judged=[judged[replica]])
+    assert_parity(expected, [recorded([0.0, 0.0], None, loss=losses, judged=[evaluated])])
+    # Micro-batches in the order 0, 1, ...: the very sums of the plain loop; in another order, its rounding.
+    states = by_rank(recorded([0.0], full_weights(pipe)))
+    assert_parity(recorded([0.0], weights), states, rel=0.0 if schedule == "1f1b" else 1e-9, in_parts=True)
 
 
 def words_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, target)
 
 
-def train_tied(way: str) -> Recording:
+@pytest.mark.composition("scale-pipe", "scale-fsdp")
+@pytest.mark.composition("scale-pipe", "ShardedDataParallel")
+@pytest.mark.composition("scale-pipe", "DistributedDataParallel")
+@pytest.mark.parametrize("way", TIED_WAYS)
+@pytest.mark.ranks(4, in_turn=True)
+def test_a_weight_of_two_stages_with_replicas_trains_as_one(way: str) -> None:
     """Norms and weights of three steps of two passes, where embedding and head are one weight in two stages."""
     mesh = mesh_of_two()
     stages = split(Net(words=WORDS, tied=True), ["blocks.2"])
     pipe = DistributedPipe(stages, "1f1b", chunks=CHUNKS, process_group=mesh["pipe"])
-    optimizers, norms = TIED_WAYS[way](pipe, mesh.get_group("replica"), "AdamW"), []
+    optimizers, clipped_norms = TIED_WAYS[way](pipe, mesh.get_group("replica"), "AdamW"), []
     for step in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -225,17 +216,11 @@ def train_tied(way: str) -> Recording:
         if way == "oss":  # An optimizer of one stage measures all stages, too.
             (measures,) = optimizers
             assert measures.clip_grad_norm_(math.inf) == pipe.clip_grad_norm_(math.inf)
-        norms.append(measures.clip_grad_norm_(MAX_NORM).item())
+        clipped_norms.append(measures.clip_grad_norm_(MAX_NORM).item())
         for optimizer in optimizers:
             optimizer.step()
-    return recorded([0.0] * 3, full_weights(pipe), norm=norms)
+    of_ranks = by_rank(recorded([0.0] * 3, full_weights(pipe), norm=clipped_norms))
 
-
-@pytest.mark.composition("scale-pipe", "scale-fsdp")
-@pytest.mark.composition("scale-pipe", "ShardedDataParallel")
-@pytest.mark.composition("scale-pipe", "DistributedDataParallel")
-@pytest.mark.parametrize("way", TIED_WAYS)
-def test_a_weight_of_two_stages_with_replicas_trains_as_one(way: str) -> None:
     model, norms = Net(words=WORDS, tied=True), []
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS["AdamW"])
     for step in range(3):
@@ -245,19 +230,20 @@ def test_a_weight_of_two_stages_with_replicas_trains_as_one(way: str) -> None:
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
     assert min(norms) > MAX_NORM
-    by_rank = run_ranks(train_tied, 4, way)
-    assert_parity(recorded([0.0] * 3, model.state_dict(), norm=norms), by_rank, in_parts=True)
+    assert_parity(recorded([0.0] * 3, model.state_dict(), norm=norms), of_ranks, in_parts=True)
     # On every replica and every stage the same to the bit: so they stay one parameter.
     copies = [
         tensor
-        for each in by_rank
+        for each in of_ranks
         for key, tensor in each.tensors.items()
         if key.name in ("embed.weight", "head.weight")
     ]
     assert len(copies) == 4 and all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def scale_losses() -> list[bool]:
+@pytest.mark.composition("scale-pipe", "ShardedGradScaler")
+@pytest.mark.ranks(4)
+def test_all_ranks_of_a_pipeline_skip_a_step_together() -> None:
     """Whether steps were taken, where the gradients of one rank overflow in the first: all ranks skip it."""
     mesh = mesh_of_two()
     replica = mesh.get_local_rank("replica")
@@ -279,12 +265,7 @@ def scale_losses() -> list[bool]:
         scaler.step(optimizer)
         scaler.update()
         steps.append(not all(map(torch.equal, before, pipe.parameters())))
-    return steps
-
-
-@pytest.mark.composition("scale-pipe", "ShardedGradScaler")
-def test_all_ranks_of_a_pipeline_skip_a_step_together() -> None:
-    assert run_ranks(scale_losses, 4) == [[False, True]] * 4
+    assert steps == [False, True]
 
 
 def with_oss_and_ddp(pipe: DistributedPipe, replicas: dist.ProcessGroup) -> object:
@@ -314,7 +295,9 @@ FAILURES: Mapping[str, tuple[Any, str, str]] = {
 }
 
 
-def wrap_wrongly(name: str) -> None:
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.ranks(4, in_turn=True)
+def test_unlike_replicas_of_a_tied_weight_are_refused(name: str) -> None:
     wrap, *words = FAILURES[name]
     mesh = mesh_of_two()
     replica = mesh.get_local_rank("replica")
@@ -335,11 +318,6 @@ def wrap_wrongly(name: str) -> None:
     with pytest.raises(StageError) as raised:
         pipe.step(pairs[:, 0], target=pairs[:, 1], loss_fn=loss_fn)
     assert words[replica] in (text := str(raised.value)), text
-
-
-@pytest.mark.parametrize("name", FAILURES)
-def test_unlike_replicas_of_a_tied_weight_are_refused(name: str) -> None:
-    run_ranks(wrap_wrongly, 4, name)
 
 
 def group_left_out() -> list[str]:

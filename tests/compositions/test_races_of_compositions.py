@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from shard_arguments import shard_arguments
+from test_races_of_the_table import WIDTH, Block, without_attention
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator"),
 ]
 
-WIDTH, STEPS = 32, 3
+STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -56,24 +56,9 @@ def two_axes(simulation: Simulation) -> DeviceMesh:
         return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attend: Callable[..., Tensor] = F.scaled_dot_product_attention
-        self.norm = nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(self.attend(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
-        result: Tensor = x + self.down(F.gelu(self.up(x)))
-        return result
-
-
 def blocks(device: str = "sim") -> nn.Sequential:
     with torch.device(device):
-        return nn.Sequential(Block(), Block(), Block())
+        return nn.Sequential(*(Block(None, without_attention) for _ in range(3)))
 
 
 def batch() -> Tensor:

@@ -14,7 +14,6 @@ from torch.optim import SGD, AdamW, Optimizer
 import scale_snapshot
 from scale_adascale import AdaScale
 from scale_core import ShardedGradScaler
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, OffloadOptimizer, ShardedEMA, fully_shard
 from scale_oss import OSS, ShardedDataParallel
 
@@ -90,19 +89,6 @@ class Training:
         return [*seen, *(param.detach().clone() for param in self.model.parameters()), *averages]
 
 
-def resume_and_go_on(way: str, in_background: bool, folder: Path) -> None:
-    training = Training(way, seed=0)
-    training.run(5)
-    saving = (scale_snapshot.async_save if in_background else scale_snapshot.save)(folder, 5, training.objects)
-    expected = training.run(4)
-    if isinstance(saving, scale_snapshot.AsyncSave):
-        saving.wait()
-    other = Training(way, seed=1)
-    assert scale_snapshot.load(folder, other.objects).step == 5
-    resumed = other.run(4)
-    assert len(resumed) == len(expected) and all(map(torch.equal, resumed, expected))
-
-
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(
     "way, in_background",
@@ -114,5 +100,15 @@ def resume_and_go_on(way: str, in_background: bool, folder: Path) -> None:
         ("sharded ddp with AdaScale", True),
     ],
 )
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_resumed_training_equals_one_that_never_stopped(way: str, in_background: bool, tmp_path: Path) -> None:
-    run_ranks(resume_and_go_on, 2, way, in_background, tmp_path)
+    training = Training(way, seed=0)
+    training.run(5)
+    saving = (scale_snapshot.async_save if in_background else scale_snapshot.save)(tmp_path, 5, training.objects)
+    expected = training.run(4)
+    if isinstance(saving, scale_snapshot.AsyncSave):
+        saving.wait()
+    other = Training(way, seed=1)
+    assert scale_snapshot.load(tmp_path, other.objects).step == 5
+    resumed = other.run(4)
+    assert len(resumed) == len(expected) and all(map(torch.equal, resumed, expected))

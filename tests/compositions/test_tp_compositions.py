@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -31,7 +32,6 @@ from scale_checkpoint import checkpoint_wrapper
 from scale_core import clip_grad_norm_, grad_norm
 from scale_core.comm.group import Group, group_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
-from scale_core.testing import run_ranks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, split
@@ -162,12 +162,12 @@ def train_on_two_axes(kind: str, folder: str) -> Recording:
     return recorded(losses, full_state_dict(model), norms=norms)
 
 
-def read_snapshot(folder: str) -> Recording:
+def read_snapshot(folder: Path, group: Group) -> Recording:
     model = net()
-    if group_of().size > 1:
-        parallelize(model, PLAN, group_of())
+    if group.size > 1:
+        parallelize(model, PLAN, group)
     optimizer = SGD(model.parameters(), lr=LR)
-    loaded = load_snapshot(folder, lambda saved: target_state_dict(model, optimizer, saved), group_of())
+    loaded = load_snapshot(folder, lambda saved: target_state_dict(model, optimizer, saved), group)
     load_sharded_state_dict(loaded.state, model, optimizer, copy=False)
     return recorded([0.0], full_state_dict(model))
 
@@ -179,16 +179,22 @@ def read_snapshot(folder: str) -> Recording:
 @pytest.mark.parametrize(
     "kind", ["ddp", "ddp sequence", "fsdp", "fsdp sequence checkpointed", "sharded ddp", "sharded ddp sequence"]
 )
+@pytest.mark.ranks(4, in_turn=True)
 def test_two_axes_train_as_one_process(kind: str, tmp_path: Path) -> None:
+    """What they save is read by one rank, and by three that divide the layers."""
     expected, model = expected_training()
-    assert_parity(expected, run_ranks(train_on_two_axes, 4, kind, str(tmp_path)), rel=1e-7, norm_rel=1e-6)
-    if kind in ("fsdp", "ddp"):
-        for num_ranks in (1, 3):
-            read = run_ranks(read_snapshot, num_ranks, str(tmp_path))
-            assert_parity(recorded([0.0], model.state_dict()), read, rel=1e-7)
+    assert_parity(expected, by_rank(train_on_two_axes(kind, str(tmp_path))), rel=1e-7, norm_rel=1e-6)
+    three = dist.new_group([0, 1, 2])
+    if kind in ("fsdp", "ddp") and dist.get_rank() < 3:
+        for group in (Group(), group_of(three)):
+            read = read_snapshot(tmp_path, group)
+            assert_parity(recorded([0.0], model.state_dict()), [read], rel=1e-7)
 
 
-def train_stages(sequence_parallel: bool) -> Recording:
+@pytest.mark.composition("scale-pipe", "scale-tp")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(4, in_turn=True)
+def test_stages_of_a_pipeline_may_be_divided(sequence_parallel: bool) -> None:
     """Each of two stages on two ranks that divide its layers; norms are over the stages and over the ranks of each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "tensor"))
     model = net()
@@ -207,14 +213,8 @@ def train_stages(sequence_parallel: bool) -> Recording:
             module, _, attribute = name.rpartition(".")
             owner: Any = model.get_submodule(module)
             state[name] = owner.full_parameter(attribute) if hasattr(owner, "full_parameter") else param
-    return recorded(losses, state, norms=norms)
-
-
-@pytest.mark.composition("scale-pipe", "scale-tp")
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_stages_of_a_pipeline_may_be_divided(sequence_parallel: bool) -> None:
-    by_rank = run_ranks(train_stages, 4, sequence_parallel)
-    assert_parity(expected_training()[0], by_rank, rel=1e-7, norm_rel=1e-6, in_parts=True)
+    of_ranks = by_rank(recorded(losses, state, norms=norms))
+    assert_parity(expected_training()[0], of_ranks, rel=1e-7, norm_rel=1e-6, in_parts=True)
 
 
 def compare_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, axes: tuple[Group, Group]) -> None:
@@ -239,7 +239,8 @@ def compare_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, axes
             assert torch.equal(fresh.state[mine][key], value), key
 
 
-def load_the_state_of_rank_0() -> None:
+@pytest.mark.ranks(4)
+def test_the_optimizers_state_of_one_rank_is_refused_on_all() -> None:
     """One rank's shard of the optimizer's state is given to all: of those that hold other elements, some share none."""
     data, tensor = two_axes()
     called, model, _ = spread("fsdp", data, tensor)
@@ -255,10 +256,6 @@ def load_the_state_of_rank_0() -> None:
     assert words in str(error.value)
 
 
-def test_the_optimizers_state_of_one_rank_is_refused_on_all() -> None:
-    run_ranks(load_the_state_of_rank_0, 4)
-
-
 def test_parallel_attention_is_a_unit_like_any_other() -> None:
     model = nn.Sequential(ParallelAttention(6, 3, 1, 2, dtype=torch.float64))
     expected = model(torch.ones(1, 2, 6, dtype=torch.float64))
@@ -266,7 +263,8 @@ def test_parallel_attention_is_a_unit_like_any_other() -> None:
     assert torch.equal(model(torch.ones(1, 2, 6, dtype=torch.float64)), expected)
 
 
-def edit_between_backward_and_forward() -> None:
+@pytest.mark.ranks(4)
+def test_edits_under_two_axes_are_those_of_one_process() -> None:
     """Gradients are edited before the step and parameters after it; both are parts of divided parameters."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
@@ -292,7 +290,3 @@ def edit_between_backward_and_forward() -> None:
             each.zero_grad()
     expected = recorded([0.0], plain.state_dict())
     assert_parity(expected, [recorded([0.0], full_state_dict(model))], rel=1e-12)
-
-
-def test_edits_under_two_axes_are_those_of_one_process() -> None:
-    run_ranks(edit_between_backward_and_forward, 4)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from trainings import add_weights, assert_parity, train
@@ -29,7 +30,6 @@ from scale_core.comm.group import Group
 from scale_core.shard import shard_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.dcp import dcp_target
-from scale_core.testing import run_ranks
 from scale_fsdp import ShardOptions, fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_tp import LayerOptions, megatron
@@ -182,10 +182,12 @@ WAYS: dict[str, Callable[[str], Recording]] = {
 @pytest.mark.composition("scale-tp", "scale-fsdp")
 @pytest.mark.composition("scale-tp", "ShardedDataParallel")
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(4, in_turn=True)
 def test_layers_divided_along_one_axis_train_sharded(way: str, tmp_path: Path) -> None:
-    expected, by_rank = train_plain(), run_ranks(WAYS[way], 4, str(tmp_path))
+    of_ranks = by_rank(WAYS[way](str(tmp_path)))
+    scale_tp.destroy_model_parallel()
     # Both pairs of ranks divide a model, and have one batch each: losses of ranks are those of two of four.
-    assert_parity(expected, by_rank, rel=1e-6)
+    assert_parity(train_plain(), of_ranks, rel=1e-6)
 
 
 def compare_whole_over_both_axes(model: nn.Module, folder: str) -> None:
@@ -208,7 +210,8 @@ def compare_whole_over_both_axes(model: nn.Module, folder: str) -> None:
         scale_tp.load_full_state_dict(model, expected.state_dict())
 
 
-def build_on_meta() -> None:
+@pytest.mark.ranks(4)
+def test_a_divided_layer_is_built_on_meta_as_it_is_built_whole() -> None:
     """Unit by unit, each layer gets its part of what it has when it is built as a whole from the same seed."""
     scale_tp.initialize_model_parallel(2)
     torch.manual_seed(3)
@@ -222,20 +225,13 @@ def build_on_meta() -> None:
     assert len(shard_of(model.up.weight).axes) == 2
 
 
-def test_a_divided_layer_is_built_on_meta_as_it_is_built_whole() -> None:
-    run_ranks(build_on_meta, 4)
-
-
-def shard_flat() -> None:
+@pytest.mark.ranks(4)
+def test_flat_parameters_of_divided_layers_are_refused() -> None:
     scale_tp.initialize_model_parallel(2)
     with pytest.raises(ValueError, match=r"is divided between ranks by its layer.*leave flatten_parameters out"):
         fully_shard(
             divided_model(False), mesh=megatron.get_data_parallel_group(), options=ShardOptions(flatten_parameters=True)
         )
-
-
-def test_flat_parameters_of_divided_layers_are_refused() -> None:
-    run_ranks(shard_flat, 4)
 
 
 class Attending(nn.Module):
@@ -311,5 +307,7 @@ def over_the_ranks_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("use", [with_torchs_own, over_the_ranks_of_a_layer, with_a_context_axis])
+@pytest.mark.ranks(4, in_turn=True)
 def test_each_element_counts_once_in_other_axes(use: Callable[[], None]) -> None:
-    run_ranks(use, 4)
+    use()
+    scale_tp.destroy_model_parallel()

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fault_trainings import (
-    EXPERTS,
     KINDS,
     NEVER,
     OVER_DDP,
@@ -67,8 +66,16 @@ RAISED = [
 ]
 
 
-def check_raised(kind: str, num_ranks: int, fault: Fault, folder: Path, whole: Whole) -> None:
-    first, again = folder / "first", folder / "again"
+@pytest.mark.fault(11)
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "fault"),
+    [*RAISED[:1], *(pytest.param(*case, marks=pytest.mark.soak) for case in RAISED[1:])],
+    ids=str,
+)
+def test_all_hear_what_one_rank_raises_and_run_the_step_again(
+    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Whole
+) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
     first.mkdir()
     again.mkdir()
     with pytest.raises((StepError, faults.InjectedError), match="injected"):
@@ -85,23 +92,6 @@ def check_raised(kind: str, num_ranks: int, fault: Fault, folder: Path, whole: W
         assert "injected" in error.text and error.step == fault.step
     assert run_ranks(train, num_ranks, kind, str(again), [fault], NEVER, None, True) == [0] * num_ranks
     assert_same_run(again, whole(kind, num_ranks))
-
-
-@pytest.mark.fault(11)
-@pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[:1], ids=str)
-def test_all_hear_what_one_rank_raises_and_run_the_step_again(
-    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Whole
-) -> None:
-    check_raised(kind, num_ranks, fault, tmp_path, whole)
-
-
-@pytest.mark.fault(11)
-@pytest.mark.soak
-@pytest.mark.parametrize(("kind", "num_ranks", "fault"), RAISED[1:], ids=str)
-def test_it_is_so_with_every_technique_and_in_every_step(
-    kind: str, num_ranks: int, fault: Fault, tmp_path: Path, whole: Whole
-) -> None:
-    check_raised(kind, num_ranks, fault, tmp_path, whole)
 
 
 LATE = [
@@ -276,35 +266,27 @@ def validates_nothing() -> str:
     return training.step(1)
 
 
-@pytest.mark.fault(11, techniques=("tp",), place="rank 1 raises in the third block of step 5")
+@pytest.mark.fault(11, place="rank 1 raises in the third block of step 5, with experts it ends")
 @pytest.mark.soak
-def test_a_tensor_parallel_rank_that_raises_is_named_at_once(
-    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("tp", ["rank 1: raised InjectedError: injected", "start from the last"]),
+        ("moe", ["with rank 1 failed: it has closed the connection"]),
+    ],
+)
+def test_a_rank_that_raises_without_a_step_to_give_up_is_named(
+    kind: str, words: list[str], tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", NEVER)
     with pytest.raises((ScaleDistributedError, faults.InjectedError)):
-        run_ranks(train, 2, "tp", str(tmp_path), [raise_at("user.forward", 1, 5, occurrence=3)])
+        run_ranks(train, 2, kind, str(tmp_path), [raise_at("user.forward", 1, 5, occurrence=3)])
     told = ended(tmp_path)
     assert told[1].kind == "InjectedError" and told[0].kind == "TransferError"
-    assert "rank 1: raised InjectedError: injected" in told[0].text and "start from the last" in told[0].text
+    assert all(each in told[0].text for each in words)
     assert told[0].step == told[1].step == 5
-    assert run_ranks(train, 2, "tp", str(tmp_path)) == [4, 4]
-    assert_same_run(tmp_path, whole("tp", 2))
-
-
-@pytest.mark.fault(11, techniques=("moe",), place="rank 1 raises in the third block of step 5, and ends")
-@pytest.mark.soak
-def test_a_rank_with_experts_that_raises_is_named_when_it_ends(
-    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scale_core.testing.ranks, "_GRACE_SECONDS", NEVER)
-    with pytest.raises(faults.InjectedError):
-        run_ranks(train, 2, EXPERTS, str(tmp_path), [raise_at("user.forward", 1, 5, occurrence=3)])
-    told = ended(tmp_path)
-    assert told[1].kind == "InjectedError" and told[0].kind == "TransferError"
-    assert "with rank 1 failed: it has closed the connection" in told[0].text and told[0].step == 5
-    assert run_ranks(train, 2, EXPERTS, str(tmp_path)) == [4, 4]
-    assert_same_run(tmp_path, whole(EXPERTS, 2))
+    assert run_ranks(train, 2, kind, str(tmp_path)) == [4, 4]
+    assert_same_run(tmp_path, whole(kind, 2))
 
 
 def raises_with_sharded_experts() -> str:
@@ -375,10 +357,7 @@ def decide_together(own: list[float]) -> list[bool]:
     return decisions
 
 
-def losses_of_ranks() -> list[bool]:
-    return decide_together([[0.4, 0.6], [0.6, 0.4]][dist.get_rank()])
-
-
 @pytest.mark.fault(31)
+@pytest.mark.ranks(2)
 def test_rank_0_decides_from_a_metric_for_all() -> None:
-    assert run_ranks(losses_of_ranks, 2) == [[True, False], [True, False]]
+    assert decide_together([[0.4, 0.6], [0.6, 0.4]][dist.get_rank()]) == [True, False]

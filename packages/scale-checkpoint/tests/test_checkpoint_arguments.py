@@ -9,7 +9,7 @@ from scale_checkpoint.planner.plan import best_plan
 from scale_checkpoint.planner.profile import profile_memory
 
 
-def test_a_wrong_argument_is_told_by_name_before_the_module_is_touched() -> None:
+def test_a_wrong_argument_is_named_before_the_module_changes() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     profile = profile_memory(nn.Sequential(nn.Sequential(nn.Linear(2, 2))), torch.ones(1, 2), blocks=["0"], repeats=1)
     wrong: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [

@@ -11,7 +11,7 @@ from scale_checkpoint.recompute.batch_norm import patch_batchnorm
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_patched_batch_norms_keep_their_statistics_under_torchs_own_checkpointing(use_reentrant: bool) -> None:
+def test_patched_batch_norms_work_under_torchs_checkpoint(use_reentrant: bool) -> None:
     torch.manual_seed(0)
     plain, ours = nn.BatchNorm1d(4), nn.Sequential(nn.BatchNorm1d(4), nn.Tanh())
     handles = patch_batchnorm(ours)

@@ -24,7 +24,7 @@ class Block(nn.Module):
         return y
 
 
-def test_what_is_kept_between_forward_and_backward_is_what_can_be_counted() -> None:
+def test_kept_bytes_between_the_passes_are_those_counted() -> None:
     block, call = Block(), BlockCall((torch.randn(ROWS, WIDTH),), {}, [True])
     found = {}
     for how in ("keep", "recompute", "offload", ("mm",)):
@@ -46,7 +46,7 @@ def test_its_time_is_taken_and_leaves_no_gradient() -> None:
     assert block.up.weight.grad is None
 
 
-def test_a_step_that_is_measured_has_parameters_batch_and_gradients_in_its_peak() -> None:
+def test_a_peak_has_parameters_batch_and_gradients() -> None:
     model, batch = nn.Linear(256, 256, bias=False), torch.randn(1, 256)
     weight = 256 * 256 * 4
     found = measure_step(model, batch, repeats=1)

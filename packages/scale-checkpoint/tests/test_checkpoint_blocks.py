@@ -31,7 +31,7 @@ def test_items_that_repeat_are_blocks() -> None:
     assert list(find_blocks(ResNet())) == ["stage1.0", "stage1.1", "stage2.0", "stage2.1"]
 
 
-def test_a_module_of_the_same_class_outside_of_a_list_is_a_block_as_well() -> None:
+def test_a_module_of_a_blocks_class_outside_a_list_is_a_block() -> None:
     assert list(find_blocks(UNet())) == ["down.0", "down.1", "middle", "up.0", "up.1"]
 
 
@@ -40,7 +40,7 @@ def test_sequences_of_sequences_are_looked_into() -> None:
     assert list(find_blocks(model)) == ["1.0", "1.1", "2.0", "2.1"]
 
 
-def test_sequences_that_repeat_and_hold_no_blocks_are_blocks_themselves() -> None:
+def test_repeated_sequences_without_blocks_are_blocks() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2), nn.Tanh()) for _ in range(2)), nn.Linear(2, 2))
     assert list(find_blocks(model)) == ["0", "1"]
 

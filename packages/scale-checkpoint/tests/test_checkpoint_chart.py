@@ -94,7 +94,7 @@ class Picture:
         return found
 
 
-def test_each_plan_is_a_line_through_its_moments_under_its_name_and_peak(tmp_path: Path) -> None:
+def test_each_plan_is_a_line_with_its_name_and_peak(tmp_path: Path) -> None:
     plans = {"none": ["keep"] * 3, "all": ["recompute"] * 3, "planned": ["recompute", "keep", "keep"]}
     steps = {name: timeline(SEGMENTS, (), strategies) for name, strategies in plans.items()}
     plot_timelines(steps, tmp_path / "plan.svg", budget_bytes=200 * MIB)

@@ -42,7 +42,7 @@ def test_no_time_is_negative_and_the_step_is_what_it_took(seconds: float) -> Non
     assert sum(block["recompute"] for block in found[1:3]) == pytest.approx(seconds)
 
 
-def test_blocks_that_are_equal_in_memory_have_the_least_of_their_times() -> None:
+def test_blocks_of_equal_memory_have_their_least_time() -> None:
     small, large = (BlockMemory(kept, 0, 0, 0, (), (), ()) for kept in (1, 2))
     tried = [{"keep": BlockCost(trial, seconds, 0)} for trial, seconds in ((small, 3.0), (large, 1.0), (small, 2.0))]
     assert [each["keep"].seconds for each in pool_seconds(tried)] == [2.0, 1.0, 2.0]

@@ -21,7 +21,7 @@ def test_its_names_are_found_where_people_import_them_from() -> None:
         assert getattr(scale_checkpoint, name).__module__ == "scale_checkpoint"
 
 
-def test_importing_it_loads_torch_and_scale_core_alone_and_starts_nothing() -> None:
+def test_an_import_loads_only_torch_and_core_starts_nothing() -> None:
     run = subprocess.run(
         [sys.executable, "-c", IMPORT_AND_LIST], capture_output=True, text=True, timeout=600, check=True
     )

@@ -25,7 +25,7 @@ def tracked() -> LayerMemoryTracker:
     return tracker
 
 
-def test_each_forward_leaves_its_activations_and_each_backward_its_gradients() -> None:
+def test_forwards_leave_activations_and_backwards_gradients() -> None:
     tracker = tracked()
     left = {trace.module_name: trace.memory_diff for trace in tracker.forward_traces if trace.module_name}
     assert left == {"0": 32 * KIB, "1": 32 * KIB, "2": 8 * KIB}
@@ -57,7 +57,7 @@ def test_steps_follow_one_another() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_traces_of_a_first_step_are_cleared_while_it_goes_on_and_when_it_has_stopped() -> None:
+def test_traces_of_a_first_step_are_cleared_during_and_after() -> None:
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
     with LayerMemoryTracker(model) as tracker:
         model(batch).sum().backward()
@@ -75,7 +75,7 @@ def test_traces_of_a_first_step_are_cleared_while_it_goes_on_and_when_it_has_sto
     assert tracker.memory_traces == []
 
 
-def test_a_forward_alone_is_followed_in_inference_mode_too_and_after_one_that_failed() -> None:
+def test_a_lone_forward_is_followed_in_inference_mode_too() -> None:
     class Picky(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if len(x) == 3:
@@ -93,7 +93,7 @@ def test_a_forward_alone_is_followed_in_inference_mode_too_and_after_one_that_fa
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_hook_that_fails_before_a_module_is_entered_takes_nothing_out_of_another() -> None:
+def test_a_hook_that_fails_before_a_module_affects_no_other() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
 
     def fail(*_: object) -> None:

@@ -83,9 +83,7 @@ def test_activations_in_a_file_have_no_race(
     assert simulation.on("cpu").peak_bytes > 0
 
 
-def test_a_write_to_a_file_that_does_not_wait_for_its_copy_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_write_that_does_not_wait_for_its_copy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_File, "transfer", use_memory)
     monkeypatch.setattr(_OnDisk, "_write", lambda part, memory: part._file.transfer(os.pwrite, memory, 0))
     with pytest.raises(RaceError, match="aten::copy_ writes on side stream"), simulate(device="sim", races=True):
@@ -99,7 +97,7 @@ def test_a_device_that_waits_for_its_copies_has_no_race(
     train(model(lambda module: checkpoint_wrapper(module, offload_to_cpu=True, min_bytes=0)))
 
 
-def test_activations_that_are_fetched_and_never_used_have_no_race(simulation: Simulation) -> None:
+def test_activations_fetched_and_never_used_have_no_race(simulation: Simulation) -> None:
     module = model(lambda module: checkpoint_wrapper(module, offload_to_cpu=True, min_bytes=0))
     for _ in range(STEPS):
         unused, used = (module(torch.randn(ROWS, WIDTH, device="sim", requires_grad=True)) for _ in range(2))

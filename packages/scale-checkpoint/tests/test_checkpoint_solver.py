@@ -85,7 +85,7 @@ def uneven(num_blocks: int) -> tuple[Segment, ...]:
     )
 
 
-def test_a_front_that_grows_too_long_is_rounded_up_and_the_plan_still_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_front_too_long_is_rounded_up_and_the_plan_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     segments = uneven(9)
     budget = minimum_peak(segments, ()) + 900
     found = fastest(segments, (), budget)

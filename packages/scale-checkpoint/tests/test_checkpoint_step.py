@@ -33,7 +33,7 @@ def test_the_least_counts_and_short_times_are_taken_more_often() -> None:
     assert least_seconds({"a": taking([1.0], [])}, repeats=0) == {"a": 0.0}
 
 
-def test_the_cpu_is_timed_with_one_thread_and_has_its_threads_back() -> None:
+def test_the_cpu_is_timed_with_one_thread_and_gets_all_back() -> None:
     before = torch.get_num_threads()
     with pytest.raises(KeyError), single_threaded(CPU):
         assert torch.get_num_threads() == 1
@@ -77,7 +77,7 @@ class Replaces(nn.Module):
         return x * self.weight * self.calls * self.table[: len(x)]
 
 
-def test_buffers_that_a_step_assigns_anew_are_put_back_but_for_a_table_that_has_grown() -> None:
+def test_reassigned_buffers_are_restored_except_grown_tables() -> None:
     model = Replaces()
     calls = model.calls
     with preserve_state(model):

@@ -7,7 +7,7 @@ RECOMPUTE = StrategyCost(seconds=1.5, kept_bytes=0, forward_bytes=40, backward_b
 STRATEGIES = {"keep": KEEP, "recompute": RECOMPUTE}
 
 
-def test_what_is_kept_stands_at_every_segment_until_its_own_backward() -> None:
+def test_kept_memory_counts_until_the_segments_own_backward() -> None:
     step = timeline([Segment("a", 1, 2, STRATEGIES), Segment("b", 3, 4, STRATEGIES)], (), ["keep", "recompute"])
     assert step.passes == (
         SegmentPass("a", False, 1, 91),
@@ -18,7 +18,7 @@ def test_what_is_kept_stands_at_every_segment_until_its_own_backward() -> None:
     assert (step.peak_bytes, step.seconds) == (184, 2.5)
 
 
-def test_a_crossing_that_two_hold_counts_once_until_the_first_of_them() -> None:
+def test_a_crossing_shared_by_two_segments_counts_once() -> None:
     tensor = BoundaryTensor(num_bytes=7, producer=0, last_reader=1)
     holding = {"keep": StrategyCost(1.0, 0, 0, 0, holds=(0,))}
     free = {"keep": StrategyCost(1.0, 0, 0, 0)}
@@ -34,7 +34,7 @@ def test_a_crossing_that_two_hold_counts_once_until_the_first_of_them() -> None:
     }
 
 
-def test_what_is_fetched_early_stands_in_the_backward_between_two_that_fetch() -> None:
+def test_early_fetches_count_between_two_fetching_segments() -> None:
     offload = {"offload": StrategyCost(1.0, 0, 0, 0, prefetched_bytes=5)}
     keep = {"keep": StrategyCost(1.0, 0, 0, 0)}
     segments = [Segment(str(j), 0, 0, strategies) for j, strategies in enumerate([offload, keep, offload, keep])]

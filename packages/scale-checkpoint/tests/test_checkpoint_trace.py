@@ -75,7 +75,7 @@ def test_a_step_is_a_row_of_visits_with_what_lies_between() -> None:
     assert first.outputs == second.inputs and second.output_requires_grad
 
 
-def test_the_backward_visits_them_in_reverse_also_where_they_are_computed_again() -> None:
+def test_the_backward_visits_recomputed_modules_in_reverse() -> None:
     for recomputed in (False, True):
         trace = follow(recomputed)
         backward = [trace.visits[index].name for index, is_backward in trace.order if is_backward]

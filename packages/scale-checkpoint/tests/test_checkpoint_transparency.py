@@ -195,7 +195,7 @@ def test_an_input_that_is_changed_in_place_is_noticed() -> None:
         output.sum().backward()
 
 
-def test_a_forward_that_was_replaced_on_the_instance_is_respected() -> None:
+def test_a_forward_replaced_on_the_instance_is_respected() -> None:
     def patched() -> nn.Linear:
         torch.manual_seed(0)
         layer, low = nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
@@ -214,7 +214,7 @@ def test_a_forward_that_was_replaced_on_the_instance_is_respected() -> None:
     assert torch.equal(ours(x), plain(x))
 
 
-def test_gradients_can_be_taken_by_grad_and_twice_and_of_gradients() -> None:
+def test_gradients_can_be_taken_twice_and_of_gradients() -> None:
     plain, ours = Block().eval(), checkpoint_wrapper(Block().eval())
     ours.load_state_dict(plain.state_dict())
     found = []
@@ -232,7 +232,7 @@ def test_gradients_can_be_taken_by_grad_and_twice_and_of_gradients() -> None:
     assert torch.allclose(second, -2 * x.tanh() * (1 - x.tanh() ** 2))
 
 
-def test_kept_results_serve_a_second_backward_over_a_retained_graph() -> None:
+def test_kept_results_serve_a_second_backward() -> None:
     plain, ours = Net(), Net()
     for block in ours.blocks:
         checkpoint_wrapper(block, keep=["addmm", "gelu"])
@@ -246,7 +246,7 @@ def test_kept_results_serve_a_second_backward_over_a_retained_graph() -> None:
     assert differing(found[1], found[0]) == []
 
 
-def test_without_gradients_and_when_disabled_it_is_the_plain_forward() -> None:
+def test_without_gradients_or_disabled_it_is_the_plain_forward() -> None:
     model = Net()
     for block in model.blocks:
         checkpoint_wrapper(block)
@@ -270,7 +270,7 @@ def test_what_needs_no_gradient_is_not_recomputed() -> None:
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_layers_that_work_in_place_on_one_storage_or_on_what_they_have_saved(how: str, tmp_path: Path) -> None:
+def test_layers_may_work_in_place_on_saved_storages(how: str, tmp_path: Path) -> None:
     """The gates of recurrent layers are pieces of one storage, each with a version of its own; RReLU saves its noise,
     and then draws it."""
     kwargs = dict(HOWS[how])
@@ -297,7 +297,7 @@ def test_layers_that_work_in_place_on_one_storage_or_on_what_they_have_saved(how
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_noise_that_is_drawn_after_it_is_saved_is_drawn_where_a_recomputation_ends(how: str, inplace: bool) -> None:
+def test_noise_drawn_after_saving_ends_a_recomputation(how: str, inplace: bool) -> None:
     """RReLU stands last here, so all that is saved is there before it draws; for values above 0 it draws nothing."""
     if "disk" in how:
         return
@@ -341,7 +341,7 @@ class Forces(nn.Module):
 
 @pytest.mark.parametrize("outer", ["keep", "recompute", "selective"])
 @pytest.mark.parametrize("how", [how for how in HOWS if "disk" not in how])
-def test_a_backward_inside_of_a_forward_finds_what_its_forward_has_found(how: str, outer: str) -> None:
+def test_a_backward_inside_a_forward_sees_the_same_values(how: str, outer: str) -> None:
     found = []
     for setting in ({"how": "keep"}, HOWS[how]):
         torch.manual_seed(0)
@@ -357,7 +357,7 @@ def test_a_backward_inside_of_a_forward_finds_what_its_forward_has_found(how: st
 
 
 @pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
-def test_lazy_modules_are_made_by_the_first_forward_and_checkpointed_from_the_second_on(how: str) -> None:
+def test_lazy_modules_are_checkpointed_from_the_second_forward(how: str) -> None:
     found = []
     for setting in ("keep", how):
         torch.manual_seed(0)
@@ -401,7 +401,7 @@ class Power(nn.Module):
         return y
 
 
-def test_buffers_that_a_forward_changes_are_recomputed_from_what_they_were() -> None:
+def test_buffers_changed_by_a_forward_are_recomputed_from_old() -> None:
     torch.manual_seed(0)
     plain = nn.ModuleList([Power(), nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.BatchNorm1d(4, 0.3)])
     ours = copy.deepcopy(plain)
@@ -420,7 +420,7 @@ def test_buffers_that_a_forward_changes_are_recomputed_from_what_they_were() -> 
     assert differing(found[1], found[0]) == []
 
 
-def test_a_buffer_that_changes_only_later_is_an_error_and_no_wrong_gradient() -> None:
+def test_a_buffer_that_changes_only_later_is_an_error() -> None:
     class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -502,7 +502,7 @@ def test_nested_checkpoints_are_recomputed_in_turn() -> None:
     assert inner.seen[0] is False and all(inner.seen[1:]) and len(inner.seen) > 1
 
 
-def test_batch_norms_that_become_synchronized_after_wrapping_are_still_checkpointed() -> None:
+def test_batch_norms_synchronized_later_are_still_checkpointed() -> None:
     """On CPU such a norm runs in eval mode alone; what counts is that the new module is what is run and guarded."""
     block = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh()))
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(block)
@@ -534,7 +534,7 @@ class Collecting(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["recompute", "offload", ["addmm", "tanh"]])
-def test_containers_that_a_forward_fills_are_the_callers_and_are_filled_once(how: Any) -> None:
+def test_the_callers_containers_are_filled_once(how: Any) -> None:
     torch.manual_seed(0)
     plain = Collecting()
     ours = apply_checkpointing(copy.deepcopy(plain), how, min_bytes=0)
@@ -549,7 +549,7 @@ def test_containers_that_a_forward_fills_are_the_callers_and_are_filled_once(how
     assert differing(found[1], found[0]) == []
 
 
-def test_a_forward_that_changes_its_input_in_place_is_an_error_at_once() -> None:
+def test_a_forward_that_changes_its_input_is_an_error_at_once() -> None:
     module = checkpoint_wrapper(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
     x = torch.randn(2, 4)
     with pytest.raises(RuntimeError, match=r"of a Sequential changes a tensor \[2, 4\] .* in place, .*inplace=False"):
@@ -569,7 +569,7 @@ def test_transforms_of_functions_are_refused_with_what_to_write() -> None:
         assert torch.func.vmap(module)(x).shape == x.shape
 
 
-def test_modules_inside_of_one_another_may_be_treated_in_any_ways() -> None:
+def test_nested_modules_may_be_treated_in_any_ways() -> None:
     plain, expected = Net(1), train(Net(1), steps=1)
     for inner, outer in itertools.product(HOWS, HOWS):
         if "disk" in inner + outer:

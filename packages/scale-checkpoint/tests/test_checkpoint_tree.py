@@ -37,7 +37,7 @@ def test_tensors_are_taken_out_of_anything_and_put_back() -> None:
     assert extract_tensors((Box, 3, None)) == ([], (Box, 3, None))
 
 
-def test_containers_without_tensors_are_copied_too_so_that_a_forward_may_fill_them() -> None:
+def test_containers_without_tensors_are_copied_for_a_forward() -> None:
     filled: list[int] = []
     counter = Box(torch.ones(1), {"seen": filled})
     _, rest = extract_tensors((filled, counter))

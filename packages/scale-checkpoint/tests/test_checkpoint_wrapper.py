@@ -60,7 +60,7 @@ def test_a_shallow_copy_runs_no_forward_of_another_module(how: Any) -> None:
     assert not module._forward_pre_hooks and torch.equal(copy.copy(module)(x), expected)
 
 
-def test_the_forward_has_the_signature_and_the_words_of_the_plain_one() -> None:
+def test_the_forward_has_the_plain_signature_and_docstring() -> None:
     class Attends(nn.Module):
         def forward(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
             """Attends."""
@@ -98,7 +98,7 @@ def treated_names(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if get_forward(part) is not None]
 
 
-def test_whole_names_match_and_a_module_of_two_names_is_wrapped_once() -> None:
+def test_full_names_match_and_shared_modules_are_wrapped_once() -> None:
     net = model()
     assert checkpoint_modules(net, [r"layers\.[02]", "tied"]) == ["layers.0", "layers.2"] == treated_names(net)
 
@@ -144,7 +144,7 @@ def test_a_pattern_that_matches_nothing_says_what_is_there(pattern: str, said: s
         checkpoint_modules(net, pattern)
 
 
-def test_nothing_is_changed_where_one_of_several_is_told_something_wrong() -> None:
+def test_a_wrong_argument_for_one_module_changes_none() -> None:
     net = model()
     with pytest.raises(ValueError, match=r"expected \"keep\", .* got 'drop'"):
         checkpoint_modules(net, lambda name, module: "drop" if name == "head" else "recompute")
@@ -153,7 +153,7 @@ def test_nothing_is_changed_where_one_of_several_is_told_something_wrong() -> No
     assert treated_names(net) == []
 
 
-def test_operators_that_can_be_read_once_are_those_of_all_modules() -> None:
+def test_an_iterator_of_operators_serves_all_modules() -> None:
     net = model()
     checkpoint_modules(net, [r"layers\.[01]"], (name for name in ("addmm", "tanh")))
     kept = [get_forward(layer).config.keep for layer in net.layers[:2]]

@@ -56,7 +56,7 @@ class After(nn.Module):
         return y
 
 
-def test_what_follows_a_module_inside_is_said_of_the_one_around_it() -> None:
+def test_a_difference_after_an_inner_module_names_the_outer() -> None:
     model = nn.Sequential(nn.Linear(4, 4), checkpoint_wrapper(nn.Sequential(After(), nn.Tanh())))
     with check_recomputation(model):
         output = model(torch.randn(3, 4))
@@ -93,7 +93,7 @@ def test_the_first_difference_is_named(how: str, said: str, keep: Any) -> None:
         ("less", r"'0': operator 1, aten.add.Tensor in '0\.1', ran in the forward, and not now; what a "),
     ],
 )
-def test_a_difference_at_the_end_is_found_where_the_recomputation_would_stop_before(how: str, said: str) -> None:
+def test_a_difference_after_an_early_stop_is_found(how: str, said: str) -> None:
     inner = Differs(how) if how == "last" else nn.Sequential(nn.Tanh(), Differs(how))
     model = nn.Sequential(checkpoint_wrapper(inner))
     with check_recomputation(model):
@@ -131,14 +131,14 @@ def test_a_backward_inside_of_a_forward_is_no_difference() -> None:
     assert given.grad is not None and torch.equal(given.grad, expected)
 
 
-def test_values_are_compared_when_asked_and_nothing_is_when_nothing_differs() -> None:
+def test_values_are_compared_on_request() -> None:
     for how, values in (("value", False), ("same", True)):
         model = net(how)
         with check_recomputation(model, values=values), torch.autocast("cpu", dtype=torch.bfloat16, enabled=not values):
             model(torch.randn(3, 4)).sum().backward()
 
 
-def test_random_numbers_and_statistics_that_are_replayed_are_no_difference() -> None:
+def test_replayed_noise_and_statistics_are_no_difference() -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), checkpoint_wrapper(nn.Linear(4, 4)))
     model = nn.Sequential(checkpoint_wrapper(inner), nn.Tanh())
     with check_recomputation(model, values=True):
@@ -152,7 +152,7 @@ def test_random_numbers_and_statistics_that_are_replayed_are_no_difference() -> 
         careless(torch.ones(64, 4)).sum().backward()
 
 
-def test_statistics_of_a_norm_whose_result_is_kept_are_no_difference() -> None:
+def test_statistics_of_a_kept_norm_are_no_difference() -> None:
     norm = nn.InstanceNorm1d(4, affine=True, track_running_stats=True)  # It averages what the operator has updated.
     model = nn.Sequential(
         nn.Linear(5, 5), checkpoint_wrapper(nn.Sequential(norm, nn.GELU()), keep=["native_batch_norm"])
@@ -173,7 +173,7 @@ class Filled(nn.Module):
 
 @pytest.mark.parametrize("keep", [None, "selective", lambda *args, **kwargs: True])
 @pytest.mark.parametrize("offload", [False, True])
-def test_scratch_of_kernels_and_parts_inside_that_keep_or_offload_are_no_difference(keep: Any, offload: bool) -> None:
+def test_kernels_scratch_and_inner_parts_are_no_difference(keep: Any, offload: bool) -> None:
     kwargs = {"keep": keep, "offload_to": "host" if offload else None, "min_bytes": 0}
     for inner in (
         nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh()),

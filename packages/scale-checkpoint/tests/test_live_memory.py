@@ -37,7 +37,7 @@ def test_a_storage_that_is_resized_counts_with_its_new_size() -> None:
     live.close()
 
 
-def test_what_stands_for_another_memory_and_other_devices_do_not_count() -> None:
+def test_stand_ins_and_other_devices_do_not_count() -> None:
     with LiveMemory(CPU) as live:
         with not_counted():
             host = torch.zeros(100)

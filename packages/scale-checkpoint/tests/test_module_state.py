@@ -26,9 +26,7 @@ def built() -> nn.Sequential:
 @pytest.mark.parametrize("how", ["recompute", "offload", ["addmm"]])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", [torch.Tensor.requires_grad_, nn.Parameter])
-def test_a_functional_call_is_recomputed_with_its_own_parameters_and_buffers(
-    how: Any, training: bool, kind: Any
-) -> None:
+def test_a_functional_call_is_recomputed_with_its_own_state(how: Any, training: bool, kind: Any) -> None:
     found = []
     for setting in ("keep", how):
         model = built().train(training)
@@ -43,7 +41,7 @@ def test_a_functional_call_is_recomputed_with_its_own_parameters_and_buffers(
     assert differing(found[1], found[0]) == []
 
 
-def test_a_parameter_that_is_changed_before_the_backward_is_an_error() -> None:
+def test_a_parameter_changed_before_the_backward_is_an_error() -> None:
     """In the plain module too, for a weight; a bias is not saved there, but here it is computed with once more."""
     for name in ("weight", "bias"):
         model = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
@@ -71,7 +69,7 @@ def test_a_parameter_that_its_own_forward_clips_is_none() -> None:
     assert model.weight.grad is not None
 
 
-def test_a_parameter_that_was_assigned_before_the_backward_is_not_computed_with() -> None:
+def test_a_parameter_assigned_before_the_backward_is_not_used() -> None:
     found = []
     for wrap in (nn.Module.train, checkpoint_wrapper):
         model = wrap(built()[0])
@@ -84,7 +82,7 @@ def test_a_parameter_that_was_assigned_before_the_backward_is_not_computed_with(
     assert differing(found[1], found[0]) == []
 
 
-def test_a_functional_parameter_that_is_changed_before_the_backward_is_an_error() -> None:
+def test_a_changed_functional_parameter_is_an_error() -> None:
     for kind in (torch.Tensor.requires_grad_, nn.Parameter):
         model = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
         params = {name: kind(torch.randn_like(p)) for name, p in model.named_parameters()}
@@ -95,7 +93,7 @@ def test_a_functional_parameter_that_is_changed_before_the_backward_is_an_error(
             loss.backward()
 
 
-def test_a_buffer_that_is_changed_before_the_backward_is_an_error_and_one_that_is_assigned_is_put_back() -> None:
+def test_a_changed_buffer_is_an_error_an_assigned_one_restored() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,7 +140,7 @@ def test_what_an_engine_has_let_go_of_is_left_to_the_engine() -> None:
     assert state.replaced() == []
 
 
-def test_parts_are_in_the_modes_of_then_and_afterwards_in_those_of_now() -> None:
+def test_parts_are_recomputed_in_their_old_modes() -> None:
     layer, drop = nn.Linear(2, 2), nn.Dropout().eval()
     state = ModuleState(nn.ModuleList([layer, drop]), WeakKeyDictionary())
     state.finish()
@@ -170,9 +168,7 @@ class Doubles(nn.Module):
 
 @pytest.mark.parametrize("how", ["recompute", "selective", ["addmm", "tanh"]])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_model_that_is_set_to_the_other_mode_before_the_backward_is_computed_again_in_its_own(
-    how: Any, training: bool
-) -> None:
+def test_a_model_is_recomputed_in_the_mode_of_its_forward(how: Any, training: bool) -> None:
     found = []
     for setting in ("keep", how):
         torch.manual_seed(0)
@@ -201,7 +197,7 @@ class Normed(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["recompute", "offload", "selective", ["addmm", "native_batch_norm"]])
-def test_norms_that_ran_in_eval_mode_compute_with_the_statistics_of_then(how: Any) -> None:
+def test_norms_in_eval_mode_use_the_statistics_of_the_forward(how: Any) -> None:
     """A teacher or a frozen norm: kernels of later forwards move its statistics, and no version tells of it."""
     found = []
     for setting in ("keep", how):
@@ -220,7 +216,7 @@ def test_norms_that_ran_in_eval_mode_compute_with_the_statistics_of_then(how: An
     assert differing(found[1], found[0]) == []
 
 
-def test_statistics_that_were_loaded_before_the_backward_make_no_difference_to_it() -> None:
+def test_statistics_loaded_before_the_backward_are_not_used() -> None:
     """The plain module's backward is an error then, where nothing is offloaded."""
     found = []
     for load in (False, True):
@@ -253,7 +249,7 @@ def thawed(module: nn.Module, step: Callable[[], Tensor]) -> None:
 
 @pytest.mark.parametrize("change", [frozen, thawed])
 @pytest.mark.parametrize("how", ["recompute", "selective"])
-def test_parameters_that_are_frozen_or_thawed_before_the_backward_are_as_in_the_forward(change: Any, how: str) -> None:
+def test_later_frozen_parameters_train_as_in_the_forward(change: Any, how: str) -> None:
     found = []
     for setting in ("keep", how):
         torch.manual_seed(0)
@@ -264,7 +260,7 @@ def test_parameters_that_are_frozen_or_thawed_before_the_backward_are_as_in_the_
     assert differing(found[1], found[0]) == []
 
 
-def test_a_backward_inside_of_disable_checkpointing_computes_again_what_the_forward_has_left_to_it() -> None:
+def test_a_backward_recomputes_inside_disable_checkpointing() -> None:
     found = []
     for how in ("keep", "recompute"):
         torch.manual_seed(0)
@@ -302,7 +298,7 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_buffer_that_is_written_to_after_calls_that_left_it_alone_is_named(in_place: bool) -> None:
+def test_a_buffer_first_written_by_a_later_call_is_named(in_place: bool) -> None:
     module = checkpoint_wrapper(Changing(in_place))
     x = torch.ones(2, 3, requires_grad=True)
     module.changes = False
@@ -356,7 +352,7 @@ def test_a_buffer_that_changes_in_both_is_as_in_the_plain_module(how: Any, late:
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("how", ["recompute", "selective"])
-def test_a_buffer_that_was_replaced_in_inference_mode_is_as_in_the_plain_module(how: str, known: bool) -> None:
+def test_a_buffer_replaced_in_inference_mode_is_the_plain_one(how: str, known: bool) -> None:
     class Mean(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -399,7 +395,7 @@ class Grows(nn.Module):
         return (self.layer(x) * self.table[: x.shape[1]]).tanh()
 
 
-def test_a_table_that_grows_looks_at_its_own_shape_or_has_grown_before() -> None:
+def test_a_table_that_grows_reads_its_shape_or_has_grown() -> None:
     module = checkpoint_wrapper(Grows(by_shape=False))
     loss = module(torch.randn(2, 3, 3)).sum()
     with pytest.raises(RuntimeError) as raised:  # An empty table: what fails first is a product.

@@ -27,9 +27,7 @@ def open_files(folder: Path) -> int:
     return sum(link.startswith(str(folder)) for link in links)
 
 
-def test_a_file_has_no_name_and_is_closed_with_the_last_of_its_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_nameless_file_is_closed_with_its_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "_FILE_BYTES", 8000)
     store = Store(Folder(tmp_path))
     tensors = [torch.randn(1000) for _ in range(4)]
@@ -68,9 +66,7 @@ def test_a_full_disk_names_the_folder_the_size_and_what_to_do(tmp_path: Path, mo
     model(torch.randn(2048, 64)).sum().backward()
 
 
-def test_a_file_is_written_and_read_in_as_many_pieces_as_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_written_and_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(storage.os, "pwrite", lambda file, view, offset: write(file, view[:1000], offset))
     monkeypatch.setattr(storage.os, "preadv", lambda file, views, offset: read(file, [views[0][:700]], offset))

@@ -54,7 +54,7 @@ def test_all_that_is_packed_comes_back_as_it_was() -> None:
         assert back.untyped_storage()._cdata != view.untyped_storage()._cdata
 
 
-def test_a_storage_leaves_once_however_many_views_of_it_are_saved() -> None:
+def test_a_storage_leaves_once_for_all_its_saved_views() -> None:
     place = RecordedHostMemory()
     store = Store(place)
     base = torch.arange(12.0)
@@ -103,7 +103,7 @@ class Underway:
         return self.has_arrived
 
 
-def test_a_source_is_held_until_its_copy_has_arrived_and_must_not_change_before(
+def test_a_source_must_stay_unchanged_until_it_is_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     event, place = Underway(), RecordedHostMemory()
@@ -130,7 +130,7 @@ def test_a_source_is_held_until_its_copy_has_arrived_and_must_not_change_before(
         store.pack(torch.ones(4))
 
 
-def test_the_host_memory_is_free_after_the_backward_and_when_a_graph_is_dropped() -> None:
+def test_host_memory_is_freed_by_backward_or_a_dropped_graph() -> None:
     gc.collect()
     store = Store(HostMemory())
     packed = [store.pack(torch.randn(1000)) for _ in range(3)]

@@ -37,7 +37,7 @@ def test_the_forward_has_the_name_of_the_plain_one() -> None:
 
 
 @pytest.mark.parametrize("preserves", [False, True])
-def test_random_numbers_are_drawn_again_only_where_they_are_not_preserved(preserves: bool) -> None:
+def test_random_numbers_are_redrawn_only_if_not_preserved(preserves: bool) -> None:
     module = checkpoint_wrapper(nn.Sequential(nn.Linear(8, 8), nn.Dropout()), preserve_random_state=preserves)
     loss = module(torch.ones(2, 8)).square().sum()
     before = torch.get_rng_state()
@@ -47,7 +47,7 @@ def test_random_numbers_are_drawn_again_only_where_they_are_not_preserved(preser
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 @pytest.mark.parametrize("how", ["recompute", "offload", "selective", ["addmm", "tanh"]])
-def test_a_step_that_fails_leaves_nothing_behind_and_can_be_taken_again(how: Any, fails_in: str) -> None:
+def test_a_failed_step_leaves_nothing_and_can_be_repeated(how: Any, fails_in: str) -> None:
     if (how, fails_in) == ("offload", "backward"):
         return  # It runs nothing in the backward.
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_a_step_that_fails_leaves_nothing_behind_and_can_be_taken_again(how: Any
     assert differing(found[1], found[0]) == []
 
 
-def test_a_backward_that_has_failed_can_be_tried_again_over_the_same_graph() -> None:
+def test_a_failed_backward_can_run_again_over_its_graph() -> None:
     module = checkpoint_wrapper(Fails(), keep=["addmm", "tanh"])
     torch.manual_seed(1)
     loss = module(torch.ones(4, 8)).sum()
@@ -94,7 +94,7 @@ def test_a_backward_that_has_failed_can_be_tried_again_over_the_same_graph() -> 
     assert differing([p.grad for p in module.parameters()], [p.grad for p in again.parameters()]) == []
 
 
-def test_a_parameter_that_was_changed_leaves_the_random_numbers_where_they_are() -> None:
+def test_a_changed_parameter_leaves_the_random_state_alone() -> None:
     module = checkpoint_wrapper(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
     loss = module(torch.randn(2, 4)).sum()
     with torch.no_grad():

@@ -16,7 +16,7 @@ from scale_checkpoint.offload.store import shares_version_counter, version_count
 LARGE = 1 << 40  # Nothing leaves.
 
 
-def test_a_counter_is_that_of_a_tensor_and_its_views_and_has_no_memory() -> None:
+def test_a_version_counter_is_shared_by_views_without_memory() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     counter = version_counter(base[1:])
     assert counter.untyped_storage().nbytes() == 0
@@ -56,7 +56,7 @@ class Overwrites(nn.Module):
 
 @pytest.mark.parametrize("min_bytes", [0, LARGE])
 @pytest.mark.parametrize("how", ["keep", "recompute", "offload", "selective", ["exp"]])
-def test_a_forward_that_overwrites_what_is_saved_is_an_error_and_no_wrong_gradient(how: Any, min_bytes: int) -> None:
+def test_a_forward_that_overwrites_saved_tensors_is_an_error(how: Any, min_bytes: int) -> None:
     module = apply_checkpointing(Overwrites(), how, offload_inputs=True, min_bytes=min_bytes)
     loss = module(torch.randn(2, 4)).sum()
     with pytest.raises(RuntimeError, match="inplace operation"):
@@ -72,7 +72,7 @@ def test_the_error_names_the_module_and_nothing_of_it_stays() -> None:
 
 
 @pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
-def test_an_input_that_is_changed_before_the_backward_is_noticed_where_it_has_not_left(how: str) -> None:
+def test_an_input_changed_before_the_backward_is_noticed(how: str) -> None:
     expected = None
     for setting, min_bytes in (("keep", 0), (how, 0), (how, LARGE)):
         torch.manual_seed(0)
@@ -102,7 +102,7 @@ def test_what_nobody_comes_back_to_may_be_changed() -> None:
 
 
 @pytest.mark.parametrize("how", ["recompute", "offload", "selective"])
-def test_a_tensor_that_is_saved_at_two_versions_is_right_for_who_comes_back_to_the_later_one(how: str) -> None:
+def test_of_two_saved_versions_the_later_one_is_right(how: str) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +149,7 @@ class Overlaps(nn.Module):
         return y.square() + Reuses.apply(y)
 
 
-def test_a_backward_that_writes_into_what_another_one_has_saved_spoils_nothing_unseen() -> None:
+def test_a_backward_that_writes_into_saved_tensors_is_noticed() -> None:
     for how in ("keep", "recompute", "selective"):
         x = torch.randn(3, 4, requires_grad=True)
         loss = apply_checkpointing(Overlaps(), how)(x).sum()
@@ -198,7 +198,7 @@ class Next(torch.autograd.Function):
         return gradient
 
 
-def test_a_function_may_read_twice_what_it_has_saved_and_it_is_gone_with_its_node() -> None:
+def test_saved_tensors_can_be_read_twice_and_go_with_the_node() -> None:
     for how in ("recompute", "selective"):
         module, x, found = apply_checkpointing(Product(), how), torch.randn(3, requires_grad=True), []
         for runs in (Product(), module):

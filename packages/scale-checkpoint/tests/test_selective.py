@@ -179,7 +179,7 @@ class Drawing(nn.Module):
         return nn.functional.dropout(self.second(torch.tanh(y)), 0.5).exp()
 
 
-def test_a_policy_that_keeps_what_was_drawn_does_not_shift_the_numbers_of_others() -> None:
+def test_a_policy_that_keeps_noise_shifts_no_other_numbers() -> None:
     torch.manual_seed(0)
     plain, x = Drawing(), torch.randn(4, 8)
     ours = checkpoint_wrapper(copy.deepcopy(plain), keep=["bernoulli", "addmm"])
@@ -189,7 +189,7 @@ def test_a_policy_that_keeps_what_was_drawn_does_not_shift_the_numbers_of_others
     assert differing([p.grad for p in ours.parameters()], [p.grad for p in plain.parameters()]) == []
 
 
-def test_views_and_operators_that_change_their_arguments_are_never_kept() -> None:
+def test_views_and_in_place_operators_are_never_kept() -> None:
     assert can_be_saved(aten.mm.default) and can_be_saved(aten.native_layer_norm.default)
     assert not any(map(can_be_saved, (aten.view.default, aten.add_.Tensor, aten.detach.default, aten.t.default)))
     # Another rank waits for what sends; a process group brings these operators.
@@ -210,7 +210,7 @@ class WrittenOut(nn.Module):
         return y
 
 
-def test_selective_keeps_what_is_dear_and_leaves_out_products_larger_than_their_factors() -> None:
+def test_selective_keeps_costly_results_but_no_large_products() -> None:
     torch.manual_seed(0)
     plain = WrittenOut()
     ours = checkpoint_wrapper(copy.deepcopy(plain), keep="selective")
@@ -229,7 +229,7 @@ def test_selective_keeps_what_is_dear_and_leaves_out_products_larger_than_their_
     assert forward_runs(checkpoint_wrapper(copy.deepcopy(plain)), x, names)[1] == plain_runs[1] + 2
 
 
-def test_selective_is_compared_copied_and_pickled_by_what_it_says() -> None:
+def test_selective_is_compared_copied_and_pickled_by_value() -> None:
     policy = resolve_policy("selective")
     for twin in (resolve_policy("selective"), copy.deepcopy(policy), pickle.loads(pickle.dumps(policy))):
         assert twin == policy and hash(twin) == hash(policy) and repr(twin) == "'selective'"
@@ -299,7 +299,7 @@ class ByAnAlias(nn.Module):
 
 @pytest.mark.parametrize("keep", ["selective", ["mm"], lambda *args, **kwargs: True])
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_result_that_is_changed_by_way_of_an_alias_is_computed_again(keep: Any, inside: bool) -> None:
+def test_a_result_changed_through_an_alias_is_recomputed(keep: Any, inside: bool) -> None:
     plain = ByAnAlias()
     ours = checkpoint_wrapper(copy.deepcopy(plain), keep=keep)
     found = []
@@ -326,7 +326,7 @@ class Casts(nn.Module):
 
 
 @pytest.mark.parametrize("keep", [["_to_copy"], [".*"], lambda *args, **kwargs: True])
-def test_casts_that_autocast_caches_are_not_taken_for_one_another(keep: Any) -> None:
+def test_casts_that_autocast_caches_are_not_confused(keep: Any) -> None:
     plain = Casts()
     ours = checkpoint_wrapper(copy.deepcopy(plain), keep=keep)
     found = []
@@ -365,9 +365,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("shape", [(4, 8), (3, 5, 8)])
 @pytest.mark.parametrize("keep", ["selective", lambda *args, **kwargs: True])
-def test_what_two_modules_have_kept_and_sent_away_is_changed_in_place_by_one_alone(
-    shape: tuple[int, ...], keep: Any, tmp_path: Path
-) -> None:
+def test_a_result_kept_by_two_modules_is_changed_by_one_only(shape: tuple[int, ...], keep: Any, tmp_path: Path) -> None:
     for build in (
         lambda: nn.GRU(8, 8, batch_first=True),
         lambda: nn.RNN(8, 8, batch_first=True),

@@ -91,7 +91,7 @@ def test_earlier_transfers_count_if_they_are_told_apart(in_order: bool, expected
     assert rest(history) is None
 
 
-def test_the_first_step_predicts_nothing_if_order_matches_transfers() -> None:
+def test_the_first_step_predicts_nothing_from_equal_order() -> None:
     # The second one prefetches units that the first one has gathered late.
     history = trained(1, in_order=True)
     run(history, FORWARD, "AaBb")

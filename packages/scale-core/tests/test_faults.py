@@ -62,7 +62,7 @@ def test_collectives_and_saving_pass_the_points_that_are_listed(tmp_path: Path) 
     assert [point for point in second if point.startswith("snapshot.")] == ["snapshot.written"]
 
 
-def test_every_point_of_the_code_is_listed_and_every_listed_one_is_in_the_code() -> None:
+def test_points_of_the_code_and_of_the_list_are_the_same() -> None:
     sources = [path.read_text(encoding="utf-8") for path in PACKAGES.glob("*/src/**/*.py")]
     named = {name for text in sources for name in re.findall(r'(?:fault_points\.active|self)\("([\w.]+)", ', text)}
     stages = {f"snapshot.{name}" for text in sources for name in re.findall(r'at_stage\("(\w+)", ', text)}
@@ -75,7 +75,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_a_fault_waits_for_its_step_and_its_occurrence_and_happens_once() -> None:
+def test_a_fault_happens_once_at_its_step_and_occurrence() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     raised = []
@@ -182,7 +182,7 @@ def test_faults_are_drawn_alike_from_one_seed() -> None:
     assert {fault.during for fault in many if fault.action == "kill"} == {"backward"}
 
 
-def test_the_environment_carries_them_into_a_program_that_others_start() -> None:
+def test_the_environment_carries_faults_into_other_programs() -> None:
     program = "from scale_core.testing import faults; faults.begin_step(3); faults.reach('user.x'); print('lives')"
     variables = {**faults.to_environment(faults.kill_at("user.x", rank=1, step=3)), "RANK": "1"}
     run = subprocess.run(

@@ -115,7 +115,7 @@ def test_a_size_is_an_integer() -> None:
         ParallelDims(tp=wrong)
 
 
-def test_before_torch_is_initialized_the_launcher_says_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_process_group_the_launcher_says_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ParallelDims() == ParallelDims(dp_shard=1, world_size=1)
     assert ParallelDims(dp_shard=2, tp=2).world_size == 4  # a description only
     monkeypatch.setenv("WORLD_SIZE", "8")

@@ -48,14 +48,14 @@ class StubGroup:
         return self.nccl if device.type == "cuda" else self.gloo
 
 
-def test_the_host_waits_for_less_than_nccl_in_a_group_of_the_user() -> None:
+def test_the_host_waits_less_than_nccl_in_a_users_group() -> None:
     for seconds, limit in ((20.0, 10.0), (600.0, 300.0), (900.0, 600.0), (1800.0, 600.0)):
         group: Any = StubGroup(seconds, ["cuda"])
         assert limit_of(group, None) == limit < group.nccl.seconds
     assert limit_of(StubGroup(20.0, ["cpu"]), None) == 20.0  # type: ignore[arg-type]
 
 
-def test_a_new_group_has_the_limits_of_the_one_that_it_is_a_part_of() -> None:
+def test_a_new_group_has_the_limits_of_its_parent() -> None:
     whole: Any = StubGroup(300.0)
     compat.extend_nccl_limit(whole, timedelta(seconds=300))
     timeout = collectives.new_group_limit(Group(0, 2, whole, "nccl", (0, 1)))

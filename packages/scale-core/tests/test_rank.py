@@ -81,7 +81,7 @@ def test_ranks_see_the_caller_s_present_environment_and_folder(
     assert run_ranks(environment, 1, backend=None) == [("now", os.path.realpath(tmp_path))]
 
 
-def test_an_exception_that_does_not_unpickle_arrives_as_a_rank_error() -> None:
+def test_an_exception_that_does_not_unpickle_is_a_rank_error() -> None:
     with pytest.raises(RankError, match="rank 1 of 2 raised Unpicklable: 1 and 2") as caught:
         run_ranks(raise_something_odd, 2)
     assert "in raise_something_odd" in caught.value.__notes__[0]

@@ -60,7 +60,7 @@ def test_without_a_backend_torch_distributed_is_left_alone() -> None:
     assert threads == 1
 
 
-def test_the_first_failing_rank_s_exception_is_raised_with_its_traceback() -> None:
+def test_the_first_failing_ranks_exception_is_raised() -> None:
     with pytest.raises(ValueError, match="of rank 1") as caught:
         run_ranks(raise_on_rank_1, 2)
     (note,) = caught.value.__notes__
@@ -68,7 +68,7 @@ def test_the_first_failing_rank_s_exception_is_raised_with_its_traceback() -> No
     assert "in raise_on_rank_1" in note
 
 
-def test_a_killed_rank_is_named_with_its_signal_and_its_last_words() -> None:
+def test_a_killed_rank_is_named_with_signal_and_last_words() -> None:
     with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL") as caught:
         run_ranks(die_on_rank_1, 2)
     assert "a last word" in caught.value.__notes__[0]

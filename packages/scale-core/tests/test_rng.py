@@ -84,7 +84,7 @@ def _use(module: _Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda kind: {"hpu": module}[kind])
 
 
-def test_numbers_of_any_accelerator_are_drawn_again_by_the_functions_for_its_state(
+def test_random_numbers_of_any_accelerator_are_drawn_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = _WithState()
@@ -99,7 +99,7 @@ def test_numbers_of_any_accelerator_are_drawn_again_by_the_functions_for_its_sta
     assert module.states == [torch.tensor([3]), torch.tensor([8])]
 
 
-def test_an_accelerator_whose_numbers_are_not_known_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_with_unknown_random_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout would silently differ between a forward and its recomputation."""
     _use(_Module(), monkeypatch)
     with pytest.raises(RuntimeError, match=r"numbers of 'hpu' can't be drawn again: torch\.hpu has no get_rng_state"):

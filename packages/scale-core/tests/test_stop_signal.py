@@ -49,7 +49,7 @@ def test_a_second_ctrl_c_interrupts_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         kill_self(signal.SIGINT)
 
 
-def test_a_sigterm_stays_caught_after_an_error_that_ends_the_program() -> None:
+def test_a_sigterm_stays_caught_after_an_error_of_the_program() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with pytest.raises(ScaleDistributedError), StopSignal(keep_after=ScaleDistributedError) as stop:
