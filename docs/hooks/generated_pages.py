@@ -66,6 +66,6 @@ def _cell(text: str) -> str:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the page."""
-    page = File.generated(config, "guides/error-texts.md", content=error_texts(), inclusion=InclusionLevel.INCLUDED)
+    page = File.generated(config, "guides/error-texts.md", content=error_texts(), inclusion=InclusionLevel.NOT_IN_NAV)
     files.append(page)
     return files

@@ -2,7 +2,7 @@
 
 A test that runs several techniques in one loop says so: `@pytest.mark.composition("scale-pipe", "scale-fsdp")`. A row
 of the table names the same techniques; its last two columns, the state and the tests, are made of these marks. So is
-the matrix of pairs in docs/composition.md. `python tests/compositions/composition_table.py` writes them.
+the matrix of pairs in docs/guides/which-technique.md. `python tests/compositions/composition_table.py` writes them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 HOME = Path(__file__).parents[2]
 PAGE = HOME / "docs" / "internals" / "composition.md"
-MATRIX_PAGE = HOME / "docs" / "composition.md"
+MATRIX_PAGE = HOME / "docs" / "guides" / "which-technique.md"
 IN_MATRIX = {
     "scale-fsdp": "FSDP",
     "OSS": "OSS",

@@ -1,4 +1,4 @@
-"""Every combination that docs/composition.md calls ready has no race: three steps of each on simulated streams.
+"""Every combination that the guide which-technique.md calls ready has no race, in three steps on simulated streams.
 
 The cases are the rows of the table, so that a new row is tried, too; those of three techniques are in `soak`. Each axis
 of the mesh has two ranks. What else can be set of a combination stands in `test_races_of_compositions.py`.

@@ -118,15 +118,23 @@ def is_error(node: Node) -> bool:
 
 
 @cache
+def api_pages() -> dict[str, str]:
+    """Returns for each package the text of its API page, which names its packages in its title."""
+    pages = [path.read_text(encoding="utf-8") for path in (HOUSE / "docs/api").glob("*.md")]
+    return {package: page for page in pages for package in re.findall(r"\bscale_\w+", page.partition("\n")[0])}
+
+
+@cache
 def public() -> dict[str, Node]:
     """Returns the functions and classes that users call, by module and name."""
     found: dict[str, Node] = {}
-    for page in sorted((HOUSE / "docs/api").glob("scale_*.md")):
-        names = [(page.stem, name) for name in exported(page.stem)] + shown(page.read_text(encoding="utf-8"))
+    for package, page in api_pages().items():
+        names = [(package, name) for name in exported(package)]
+        names += [(module, name) for module, name in shown(page) if module.split(".")[0] == package]
         for module, name in names:
             node = definition(module, name)
             if node is not None and not is_error(node):
-                found.setdefault(f"{page.stem}: {name}", node)
+                found.setdefault(f"{package}: {name}", node)
     return found
 
 
@@ -153,7 +161,7 @@ def test_examples_run_but_for_those_that_say_why() -> None:
 def test_each_public_callable_names_its_guide() -> None:
     without = []
     for title, node in public().items():
-        links = re.findall(r"See also: .*?\]\(\.\./([\w/-]+\.md)\)", ast.get_docstring(node) or "")
+        links = re.findall(r"See also: .*?\]\(\.\./([\w/-]+\.md)(?:#[\w-]+)?\)", ast.get_docstring(node) or "")
         if node.name not in WITHOUT and (len(links) != 1 or not (HOUSE / "docs" / links[0]).exists()):
             without.append(title)
     assert without == []
@@ -172,7 +180,7 @@ def test_type_aliases_of_arguments_are_explained_on_the_api_page() -> None:
     for title, node in public().items():
         package, _, name = title.partition(": ")
         functions = [node] if isinstance(node, ast.FunctionDef) else constructors(node)
-        page = (HOUSE / "docs/api" / f"{package}.md").read_text(encoding="utf-8")
+        page = api_pages()[package]
         if name in exported(package):
             for function in functions:
                 for argument in (*function.args.args, *function.args.kwonlyargs):

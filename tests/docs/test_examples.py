@@ -87,7 +87,7 @@ def test_examples_print_on_four_ranks_what_they_print_on_one(names: list[str], m
 def test_there_is_an_example_of_each_technique_and_each_is_short() -> None:
     techniques = {"fsdp", "oss", "sharded_ddp", "pipe", "tensor_parallel", "adascale", "checkpoint", "moe"}
     assert techniques | {"context_parallel", "local_sgd"} <= set(EXAMPLES)
-    page = (HOUSE / "docs/examples/index.md").read_text(encoding="utf-8")
+    page = (HOUSE / "docs/tutorials/index.md").read_text(encoding="utf-8")
     for name in EXAMPLES:
         path = HOUSE / "docs/examples" / f"{name}.py"
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 80, path

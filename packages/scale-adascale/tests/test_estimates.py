@@ -111,6 +111,6 @@ def test_an_older_versions_state_is_refused_before_loading(key, row):
     before = optimizer.gain(), optimizer.progress
     saved = optimizer.state_dict()
     saved["param_groups"][0] |= {"lr": 7.0, key: row}
-    with pytest.raises(ValueError, match=rf"expected \d numbers as '{key}' of a parameter group.*begins anew"):
+    with pytest.raises(ValueError, match=rf"expected \d numbers as '{key}' of a parameter group.*starts over"):
         optimizer.load_state_dict(saved)
     assert (optimizer.gain(), optimizer.progress) == before and optimizer.param_groups[0]["lr"] == 0.1

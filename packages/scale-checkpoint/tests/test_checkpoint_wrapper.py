@@ -132,7 +132,7 @@ def test_a_class_chooses_all_its_modules() -> None:
         (r"layer\.\d+", r"matches the name of no module; did you mean 'layers\.0'"),
         ("layers", r"matches only 'layers', a ModuleList, which is never called: match what it holds, r'layers\\\."),
         ("xyz", r"there are 'layers', 'layers\.0'"),
-        ("(", "is no regular expression"),
+        ("(", "is not a regular expression"),
     ],
 )
 def test_a_pattern_that_matches_nothing_says_what_is_there(pattern: str, said: str) -> None:

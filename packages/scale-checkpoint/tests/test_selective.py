@@ -254,7 +254,7 @@ def test_compiled_parts_inside_compute_the_same() -> None:
 def test_wrong_operators_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'admm' is the name of no operator.*; did you mean .*'addmm'"):
         checkpoint_wrapper(nn.Tanh(), keep=["admm"])
-    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
         resolve_policy(["("])
     with pytest.raises(TypeError, match=r"got one string, 'mm': write \['mm'\]"):
         resolve_policy("mm")

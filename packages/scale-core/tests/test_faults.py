@@ -210,7 +210,7 @@ def test_what_is_no_list_of_faults_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("SCALE_FAULTS", text)
         monkeypatch.setattr(fault_points, "active", None)
         fault_points.read_environment()
-        with pytest.raises(ValueError, match=r"^SCALE_FAULTS=.* is no list of faults \(.*to_environment"):
+        with pytest.raises(ValueError, match=r"^SCALE_FAULTS=.* is not a list of faults \(.*to_environment"):
             faults.reach("user.x")
 
 

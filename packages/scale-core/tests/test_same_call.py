@@ -12,7 +12,7 @@ def difference(name: str, signature: str) -> str:
     with pytest.raises(ValueError, match="about to do different things") as caught:
         check_same_call(name, signature, group_of())
     text = str(caught.value)
-    start, end = "the ranks are about to do different things: ", ": call it alike on all of them"
+    start, end = "the ranks are about to do different things: ", ": make the same call on all"
     assert text.startswith(start) and text.endswith(end)
     return text.removeprefix(start).removesuffix(end)
 

@@ -159,7 +159,7 @@ def test_an_interrupted_method_leaves_nothing_open():
 
 
 def test_what_cannot_be_registered_is_said():
-    with pytest.raises(ValueError, match=r"this Autoencoder is no unit.*fully_shard\(module\) first"):
+    with pytest.raises(ValueError, match=r"this Autoencoder is not a unit.*fully_shard\(module\) first"):
         register_fsdp_forward_method(Autoencoder(), "encode")
     model = fully_shard(Autoencoder())
     with pytest.raises(ValueError, match=r"write module\(...\)"):

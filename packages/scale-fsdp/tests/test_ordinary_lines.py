@@ -225,7 +225,7 @@ def test_parameters_become_a_vector_and_back(flat: bool) -> None:
 
 @line(
     "`param.data = values`",
-    "right: the values are copied, and the memory stays that of the unit",
+    "right: the values are copied, and the memory stays the unit's",
     "",
 )
 @BOTH_FORMS

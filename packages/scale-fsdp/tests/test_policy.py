@@ -90,7 +90,7 @@ def test_a_pattern_or_class_without_a_match_is_an_error():
 def test_bad_policies_say_what_was_expected():
     with pytest.raises(ValueError, match="at least one pattern"):
         name_policy()
-    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"'\(' is not a regular expression"):
         name_policy("(")
     with pytest.raises(ValueError, match="at least one class"):
         class_policy()

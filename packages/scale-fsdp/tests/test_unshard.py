@@ -319,7 +319,7 @@ def test_a_unit_that_runs_by_itself_fetches_nothing_of_the_rest() -> None:
 def test_a_unit_of_another_model_is_not_fetched() -> None:
     model, other = sharded(layers()), sharded(layers())
     model[0].set_modules_to_forward_prefetch([other[2]])
-    with pytest.raises(ValueError, match=r"unit '0' was told to prefetch a Linear that is no unit of this model"):
+    with pytest.raises(ValueError, match=r"unit '0' was told to prefetch a Linear that is not in this model"):
         model(data(0, 0))
 
 

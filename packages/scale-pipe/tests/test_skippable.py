@@ -146,7 +146,7 @@ def layer(*commands: Any, stashes: tuple[str, ...] = (), pops: tuple[str, ...] =
         (layer(pop("x"), pops=("x",)), RuntimeError, "'x' has not been stashed when Layer pops it"),
         (layer(stashes=("x", "y")), RuntimeError, "'x', 'y' must be stashed but have not"),
         (layer(stash("x", None), pop("x"), stashes=("x",), pops=("x", "z")), RuntimeError, "'z' must be popped but"),
-        (layer("x"), TypeError, "'x' is no command"),
+        (layer("x"), TypeError, "'x' is not a command"),
     ],
 )
 def test_a_layer_that_does_not_do_what_it_declares_is_told(

@@ -89,9 +89,9 @@ def test_an_optimizer_state_by_number_is_refused_with_a_fix():
     [
         ({"model": MODEL, "rng": lazy()}, "rng is a tensor outside of the model, and would be lost: .* --skip rng"),
         ({"model": MODEL, "args": {"x": object()}}, r"args\.x is a object, and would be lost: .* --skip args\.x"),
-        ({"model": {**MODEL, "n": 3}}, r"model\.n is no tensor but a int, and would be lost: .* --skip model\.n"),
+        ({"model": {**MODEL, "n": 3}}, r"model\.n is a int and not a tensor, so it would be lost: .* --skip model\.n"),
         ({"epoch": 3}, "no tensors by name"),
-        ({"model": MODEL, "optimizer": {"lr": 3}}, r"optimizer is no optimizer's state_dict\(\)"),
+        ({"model": MODEL, "optimizer": {"lr": 3}}, r"optimizer is not an optimizer's state_dict\(\)"),
     ],
 )
 def test_nothing_is_lost_without_a_word(tree, words):

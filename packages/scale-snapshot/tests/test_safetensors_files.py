@@ -51,5 +51,5 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path):
     save_file({"a": torch.ones(100)}, tmp_path / "w.safetensors")
     content = (tmp_path / "w.safetensors").read_bytes()
     (tmp_path / "w.safetensors").write_bytes(content[:-4])
-    with pytest.raises(ValueError, match="is no complete safetensors file"):
+    with pytest.raises(ValueError, match="is not a complete safetensors file"):
         read_safetensors_file(tmp_path / "w.safetensors")

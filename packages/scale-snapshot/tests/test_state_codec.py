@@ -146,5 +146,5 @@ def test_sets_have_one_order_on_all_ranks() -> None:
     ],
 )
 def test_what_is_no_encoded_value_is_refused_when_it_is_read(value: Any) -> None:
-    with pytest.raises(ValueError, match="is no encoded value"):
+    with pytest.raises(ValueError, match="is not an encoded value"):
         decode(value, dict[str, Tensor]().__getitem__)

@@ -108,7 +108,7 @@ def test_an_interface_that_is_not_there_is_named_before_any_wait(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth_of_another")
     content = found(capsys, 1)
     (wrong,) = (each for each in content["findings"] if each["verdict"] == "failed")
-    assert wrong["name"] == "network" and "GLOO_SOCKET_IFNAME=eth_of_another is no interface" in wrong["text"]
+    assert wrong["name"] == "network" and "GLOO_SOCKET_IFNAME=eth_of_another is not an interface" in wrong["text"]
     assert "lo" in wrong["text"] and wrong["advice"] == "unset GLOO_SOCKET_IFNAME, or name one of these"
 
 

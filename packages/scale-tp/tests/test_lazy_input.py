@@ -124,7 +124,7 @@ def test_a_reader_that_would_lose_the_gradient_is_refused() -> None:
     whole, part = _sequence(), _own_part()
     with pytest.raises(RuntimeError, match=r"a torch.autograd.Function was given the sequence before it was gathered"):
         _Own.apply(_arriving(part)).sum().backward()
-    told, message = _arriving(part), r"that is no function of torch, .* or pass overlap_pieces=None"
+    told, message = _arriving(part), r"that is not a function of torch, .* or pass overlap_pieces=None"
     with pytest.raises(RuntimeError, match=message), torch._C.DisableTorchFunctionSubclass():
         told * 2
     watched = nn.Linear(2, 3).double()

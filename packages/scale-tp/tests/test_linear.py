@@ -431,5 +431,5 @@ def test_an_input_that_is_inside_is_not_brought_there_again() -> None:
     (gradient,) = torch.autograd.grad(layer(inside := copy_to_tensor_model_parallel_region(x, TWO)).sum(), inside)
     assert torch.equal(gradient, layer.weight.to_local().sum(0).expand(2, 4))
     for options in ({"sequence_parallel": True}, {"overlap_pieces": 2}):
-        with pytest.raises(ValueError, match=r"input_is_inside=True says that .* got sequence_parallel=.* beside it"):
+        with pytest.raises(ValueError, match=r"input_is_inside=True says that .* got .* as well\. Leave"):
             ColumnParallelLinear(4, 6, **with_options(LayerOptions, process_group=TWO, input_is_inside=True, **options))

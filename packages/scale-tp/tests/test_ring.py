@@ -96,7 +96,7 @@ def test_bad_input_is_refused_before_anything_is_sent() -> None:
     # Ranks that hold sequences of different lengths are told, where they would read each other's messages.
     length = 5 + group.rank
     uneven = torch.randn(1, 2, length, 4)
-    with pytest.raises(ValueError, match=r"rank 0: .*length 10.*; rank 1: .*length 12.*call it alike"):
+    with pytest.raises(ValueError, match=r"rank 0: .*length 10.*; rank 1: .*length 12.*make the same call on all"):
         ring_attention(uneven, uneven, uneven, group)
     # And nothing is broken by that.
     _equals_whole([Case()])

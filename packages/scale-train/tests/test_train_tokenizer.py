@@ -155,7 +155,7 @@ def test_what_is_no_tokenizer_and_no_json_is_named(options, monkeypatch):
     with pytest.raises(InputError, match=r"line 1 has no text in 'text', but id, body; name the field"):
         read_text([Path("text.jsonl")])
     Path("text.jsonl").write_text('{"text": "a"}\n{"text"\n')
-    with pytest.raises(InputError, match=r"--text text.jsonl: line 2 is no JSON"):
+    with pytest.raises(InputError, match=r"--text text.jsonl: line 2 is not JSON"):
         read_text([Path("text.jsonl")])
     Path("text.jsonl").write_text('{"text": "a"}\n{"text": "b"}')
     assert bytes(read_text([Path("text.jsonl")]).train.tolist()) == b"\0a\0b"

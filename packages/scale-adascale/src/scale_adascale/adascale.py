@@ -83,7 +83,7 @@ class AdaScale(Optimizer):
 
     Raises:
         RuntimeError: A launcher has started several ranks, and torch.distributed is not initialized.
-        TypeError: `optimizer` is no optimizer, or an AdaScale, or LBFGS, or has DTensors.
+        TypeError: `optimizer` is not an optimizer, or an AdaScale, or LBFGS, or has DTensors.
         ValueError: A number out of its range, groups that do not fit, or an optimizer whose rule must be said.
 
     See also: [the guide to AdaScale](../guides/adascale.md).
@@ -186,7 +186,7 @@ class AdaScale(Optimizer):
             pg_idx: The number of a parameter group; None is all of them together.
 
         Raises:
-            IndexError: There is no such group.
+            IndexError: The group does not exist.
         """
         estimates = self._estimates()
         if pg_idx is None:

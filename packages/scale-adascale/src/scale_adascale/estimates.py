@@ -179,7 +179,7 @@ def _numbers(group: Mapping[str, Any], key: str, count: int) -> list[float]:
         raise ValueError(
             f"expected {count} numbers as '{key}' of a parameter group, as AdaScale saves them, got {value!r}. Remove "
             f"'{GROUP_KEY}' and '{RUN_KEY}' from the groups of a state that an older version has saved, and the gain "
-            "begins anew"
+            "starts over"
         )
     return numbers
 
@@ -228,7 +228,7 @@ def without_fairscale(state_dict: Mapping[str, Any], num_groups: int) -> tuple[d
         raise ValueError(
             f"expected a FairScale AdaScale with averages of {num_groups} parameter groups, got those of "
             f"{len(squares)}. Build the optimizer with the groups that it was saved with, or load "
-            "{**state_dict, 'state': state without 'adascale'}, with which the gain begins anew"
+            "{**state_dict, 'state': state without 'adascale'}, with which the gain starts over"
         )
     weights = saved.get("grad_var_avg_unbias", [0.0] * len(squares))
     count = float(saved.get("grad_var_avg_count", 1 if any(weight > 0 for weight in weights) else 0))

@@ -42,7 +42,7 @@ def until_steps(
             number that no epoch with a step in it has had: the steps that it is worth so far.
 
     Raises:
-        TypeError: The optimizer is no AdaScale.
+        TypeError: The optimizer is not an AdaScale.
         ValueError: There are no batches, or none any more; or `steps` is below 0.
 
     Examples:
@@ -103,7 +103,7 @@ class GainScheduler:
             also within a `SequentialLR` or `ChainedScheduler`; others go on.
 
     Raises:
-        TypeError: The optimizer is no AdaScale, or the scheduler's `step` wants a value, as that of
+        TypeError: The optimizer is not an AdaScale, or the scheduler's `step` wants a value, as that of
             `ReduceLROnPlateau`.
         ValueError: `steps_per_call` is not above 0, or `total_steps` below 1.
 

@@ -20,7 +20,7 @@ def check_optimizer(optimizer: Any, wrapper: type[Optimizer]) -> None:
     """Raises TypeError unless it is an optimizer of plain tensors that AdaScale can be built around."""
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, wrapper):
         raise TypeError(
-            f"expected a torch.optim.Optimizer that is no AdaScale, got {type(optimizer).__name__}. Write "
+            f"expected a torch.optim.Optimizer that is not an AdaScale, got {type(optimizer).__name__}. Write "
             "AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))"
         )
     if isinstance(base_optimizer(optimizer), torch.optim.LBFGS):

@@ -89,7 +89,7 @@ class Report:
 
     Attributes:
         verdict: Equal to the bit, but for rounding, or different.
-        first: The first difference that is no rounding; None where there is none.
+        first: The first difference that is not rounding; None where there is none.
         num_compared: How many tensors were compared.
         largest_ratio: Of all tensors, the largest difference beside the program's rounding.
         equal_before: The last tensor before the first difference, in words; "" where there is none.

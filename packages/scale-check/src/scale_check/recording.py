@@ -1,6 +1,6 @@
 """Records what a training computes: outputs of modules, their gradients, gradients of parameters, weights, states.
 
-Hooks of the whole process see every module and every optimizer, so the model is left as it is, whoever has wrapped it.
+Hooks of the whole process see every module and every optimizer, so the model is left unchanged, whoever has wrapped it.
 The outermost module that runs is the model; names are those of its modules and parameters, without what wrappers add.
 """
 

@@ -80,10 +80,10 @@ def checkpoint_wrapper(
         `module` itself.
 
     Raises:
-        TypeError: `module` is no module, or is a list of modules, which is never called.
+        TypeError: `module` is not a module, or is a list of modules, which is never called.
         ValueError: It is checkpointed with other settings already; an operator has no such name; `offload_to` is no
             target; `min_bytes` is negative; `determinism_check` is another word.
-        NotADirectoryError: There is no such folder.
+        NotADirectoryError: The folder does not exist.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
@@ -251,7 +251,7 @@ def checkpoint_modules(
 
     Raises:
         TypeError: `select` is one string.
-        ValueError: A pattern is no regular expression, or matches nothing (the error lists near names) or nothing but a
+        ValueError: A pattern is not a regular expression, or matches nothing (the error lists near names) or only a
             list of modules, which is never called; or no module is of the class; or `how` is none: see
             `apply_checkpointing`. Nothing was changed.
 
@@ -292,7 +292,7 @@ def modules_by_name(model: nn.Module, patterns: Collection[str], argument: str) 
         try:
             matcher = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"{argument}: {pattern!r} is not a regular expression: {error}") from error
         matched = [module for module, called in names.items() if any(map(matcher.fullmatch, called))]
         runs = {module for module in matched if _is_called(module)}
         if not runs:

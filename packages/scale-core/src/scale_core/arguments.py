@@ -40,7 +40,7 @@ def checked_arguments(*, own: str) -> Callable[[F], F]: ...
 def checked_arguments(function: Any = None, *, own: str = "") -> Any:
     """Makes a function, or a class when it is constructed, refuse arguments that their annotations rule out.
 
-    The signature stays as it is. Annotations are read at the first call; one that can't be read (a name that is
+    The signature stays unchanged. Annotations are read at the first call; one that can't be read (a name that is
     imported for type checkers alone, an alias in quotes) is not compared with anything. Nothing is checked while
     torch.compile traces. `own` names parameters that the function compares itself, as it has more to say of them.
 
@@ -193,7 +193,7 @@ def _came(value: Any) -> str:
 
 
 def _read(hint: Any, known: dict[str, Any]) -> Any:
-    """An annotation of an object that was written as text; itself, where there is no such name here."""
+    """An annotation of an object that was written as text; itself, where the name does not exist here."""
     try:
         return eval(getattr(hint, "__forward_arg__", hint), known)
     except Exception:  # It is no text, or has a name for type checkers alone.

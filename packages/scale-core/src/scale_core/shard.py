@@ -102,7 +102,7 @@ class Shard:
         stop: One past the last element held; `start == stop` where this rank holds nothing.
         axes: How each mesh axis holds it.
         unit: The name of the unit that gathers it; "" is the root.
-        ranges: The indices of the piece, if it is no range of elements: some columns, or several groups of
+        ranges: The indices of the piece, if it is not a range of elements: some columns, or several groups of
             rows. Empty is all of them.
         counted: Whether no other rank of a `SHARD` axis that comes first holds the same elements as well. Of such
             copies, one counts in a norm.

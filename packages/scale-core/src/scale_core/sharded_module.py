@@ -62,7 +62,7 @@ class ShardedModule(nn.Module):
     shardings: Mapping[str, Sharding]
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A forward computes with this rank's elements; a mixed class is no subclass to the module's own class."""
+        """A forward computes with this rank's elements; a mixed class is not a subclass to the module's own class."""
         if "forward" in vars(cls):
             cls.forward = on_local_tensors(cls.forward)
 

@@ -60,7 +60,7 @@ class CommunicationPolicy:
         >>> model = fully_shard(torch.nn.Linear(64, 64), options=ShardOptions(communication=policy))
         >>> model(torch.randn(2, 64)).sum().backward()
 
-    See also: [the guide to quantized communication](../guides/quantized-communication.md).
+    See also: [the guide to quantized communication](../guides/slow-networks.md#quantized-communication-zero).
     """
 
     gather: Format = None
@@ -136,7 +136,7 @@ class CommunicationPolicy:
 
 
 def check_communication(policy: object) -> None:
-    """Refuses a value that is no policy."""
+    """Refuses a value that is not a policy."""
     if policy is not None and not isinstance(policy, CommunicationPolicy):
         raise TypeError(
             f"communication: expected a scale_fsdp.CommunicationPolicy or None, got {policy!r}: write "

@@ -46,7 +46,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         method_name: The method's name.
 
     Raises:
-        ValueError: The module is no unit; or the name is "forward", which runs gathered anyhow.
+        ValueError: The module is not a unit; or the name is "forward", which runs gathered anyhow.
         AttributeError: The module has no such method.
         TypeError: The attribute of that name can't be called, or is a generator or a coroutine.
 
@@ -57,7 +57,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     title = type(module).__name__
     if unit is None:
         raise ValueError(
-            f"register_fsdp_forward_method: this {title} is no unit, so there is nothing to gather for it: "
+            f"register_fsdp_forward_method: this {title} is not a unit, so there is nothing to gather for it: "
             f"call fully_shard(module) first, then register_fsdp_forward_method(module, {method_name!r})"
         )
     if method_name == "forward":

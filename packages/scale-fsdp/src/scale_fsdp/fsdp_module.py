@@ -62,7 +62,7 @@ class FSDPModule(ConversionMethods):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Keeps `__init_subclass__` of the module's own class from the unit's class, which is no class of the user's.
+        """Keeps `__init_subclass__` of the module's own class from the unit's class, which users do not write.
 
         It may take arguments that are not known here, or register its subclasses by their names.
         """

@@ -289,7 +289,7 @@ class FullyShardedDataParallel(nn.Module):
         yield from self.sharded_module.named_modules(memo, prefix, remove_duplicate)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """For torch.distributed.checkpoint: this wrapper's `module` is no part of the names."""
+        """For torch.distributed.checkpoint: this wrapper's `module` is not a part of the names."""
         return {"module": "module"}
 
     @property

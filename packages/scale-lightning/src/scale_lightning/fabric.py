@@ -133,7 +133,7 @@ class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
         >>> from scale_lightning import FabricScaleFSDPStrategy
         >>> strategy = FabricScaleFSDPStrategy()  # Fabric(strategy=strategy, accelerator="cpu", devices=2)
 
-    See also: [the guide to Lightning](../guides/lightning.md).
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
     """
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -183,7 +183,7 @@ class FabricScaleOSSStrategy(OSSStrategyOptions, _FabricShardedCheckpoints):
         >>> from scale_lightning import FabricScaleOSSStrategy
         >>> strategy = FabricScaleOSSStrategy()  # Fabric(strategy=strategy, accelerator="cpu", devices=2)
 
-    See also: [the guide to Lightning](../guides/lightning.md).
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
     """
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -214,7 +214,7 @@ class FabricScaleShardedDDPStrategy(ShardedDDPOptions, FabricScaleOSSStrategy):
         >>> from scale_lightning import FabricScaleShardedDDPStrategy
         >>> strategy = FabricScaleShardedDDPStrategy()  # Fabric(strategy=strategy, accelerator="cpu", devices=2)
 
-    See also: [the guide to Lightning](../guides/lightning.md).
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
     """
 
     def setup_module(self, module: nn.Module) -> Any:

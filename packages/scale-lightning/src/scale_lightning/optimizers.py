@@ -26,7 +26,7 @@ def as_oss(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
         return optimizer
     if optimizer.state:
         raise ValueError(
-            f"this {type(optimizer).__name__} has stepped already, and an OSS in its place would begin anew: give the "
+            f"this {type(optimizer).__name__} has stepped already, and an OSS in its place would start over: give the "
             "strategy an optimizer that is fresh, then load the state into the one that it returns"
         )
     groups = []

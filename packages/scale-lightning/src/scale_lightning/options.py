@@ -95,7 +95,7 @@ class OSSStrategyOptions(CheckpointOptions):
         >>> from scale_lightning import ScaleOSSStrategy
         >>> strategy = ScaleOSSStrategy(oss_options={"broadcast_fp16": True})  # Trainer(strategy=strategy)
 
-    See also: [the guide to Lightning](../guides/lightning.md).
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
     """
 
     def __init__(self, *, oss_options: Mapping[str, Any] | None = None, **options: Any) -> None:

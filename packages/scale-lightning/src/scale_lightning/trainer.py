@@ -138,7 +138,7 @@ class ScaleFSDPStrategy(FSDPOptions, _ShardedCheckpoints):
         >>> from scale_lightning import ScaleFSDPStrategy
         >>> strategy = ScaleFSDPStrategy()  # Trainer(strategy=strategy, accelerator="cpu", devices=2)
 
-    See also: [the guide to Lightning](../guides/lightning.md).
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
     """
 
     def setup(self, trainer: Trainer) -> None:
@@ -177,13 +177,13 @@ class ScaleOSSStrategy(OSSStrategyOptions, _ShardedCheckpoints):
     """Optimizer state sharding for the Trainer: `DistributedDataParallel` averages, and `OSS` steps (ZeRO-1).
 
     The optimizers of `configure_optimizers` become `OSS` of the same class, groups and settings, in schedulers too; one
-    that is an `OSS` already stays as it is.
+    that is an `OSS` already stays unchanged.
 
     Examples:
         >>> from scale_lightning import ScaleOSSStrategy
         >>> strategy = ScaleOSSStrategy()  # Trainer(strategy=strategy, accelerator="cpu", devices=2)
 
-    See also: [the guide to Lightning](../guides/lightning.md).
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
     """
 
     _frozen: Mapping[str, nn.Parameter] = MappingProxyType({})  # When DistributedDataParallel was built
@@ -218,7 +218,7 @@ class ScaleShardedDDPStrategy(ShardedDDPOptions, ScaleOSSStrategy):
         >>> from scale_lightning import ScaleShardedDDPStrategy
         >>> strategy = ScaleShardedDDPStrategy()  # Trainer(strategy=strategy, accelerator="cpu", devices=2)
 
-    See also: [the guide to Lightning](../guides/lightning.md).
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
     """
 
     def configure_ddp(self) -> None:

@@ -103,7 +103,7 @@ def plan_dispatch(
 
     Args:
         tokens: [T, dim], what will be sent.
-        expert_index: [T, k] int64; -1, or any number that is no expert's, is none.
+        expert_index: [T, k] int64; -1, or any number that is not an expert's, is none.
         weight: [T, k], what the outputs of the experts will be multiplied by.
         num_experts: E, of all ranks; see `experts_per_rank`.
         group: The ranks that the experts are divided between.

@@ -35,7 +35,7 @@ def split_by(
 ) -> SplitOptimizer:
     r"""Gives the hidden matrices of a model to one optimizer and all its other parameters to another.
 
-    A hidden matrix has two dimensions, has elements, and is no embedding: no parameter of an `nn.Embedding` or
+    A hidden matrix has two dimensions, has elements, and is not an embedding: no parameter of an `nn.Embedding` or
     `nn.EmbeddingBag`, nor one that is tied to such, as a head often is. Name an untied head in `other_names`.
 
         >>> import torch

@@ -78,7 +78,7 @@ class LocalSGD:
         ValueError: Options that make no sense, or parameters that are not the model's, or the ranks hold
             different parts; a `ContractError`: ranks differ.
 
-    See also: [the guide to local SGD](../guides/local-sgd.md).
+    See also: [the guide to local SGD](../guides/slow-networks.md#local-sgd-slowmo-and-diloco).
     """
 
     @checked_arguments(own="sync_every")

@@ -77,7 +77,7 @@ class OuterStep:
         TypeError: A field is of another type.
         ValueError: A number out of its range.
 
-    See also: [the guide to local SGD](../guides/local-sgd.md).
+    See also: [the guide to local SGD](../guides/slow-networks.md#local-sgd-slowmo-and-diloco).
     """
 
     lr: float = 1.0
@@ -113,7 +113,7 @@ class LocalSGDOptions:
         TypeError: A field is of another type.
         ValueError: A number or a word that makes no sense.
 
-    See also: [the guide to local SGD](../guides/local-sgd.md).
+    See also: [the guide to local SGD](../guides/slow-networks.md#local-sgd-slowmo-and-diloco).
     """
 
     inner_state: InnerState = "maintain"

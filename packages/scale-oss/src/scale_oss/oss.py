@@ -82,7 +82,7 @@ class OSS(OSSStep):
         waits_in_step: Whether `step` waits until the parameters are up to date. Otherwise each one waits at its use.
 
     Raises:
-        TypeError: `optim` is no optimizer class.
+        TypeError: `optim` is not an optimizer class.
         ValueError: An optimizer that can't be sharded, or shards that can't be gathered; ranks with different
             parameters are a `ContractError`.
 
@@ -284,7 +284,7 @@ class OSS(OSSStep):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "an OSS can't be copied or pickled: it updates the parameters of this very model, and its state is sharded "
-            "between the ranks. Copy the module and build OSS(copied.parameters(), ...) and its wrapper anew, or save "
+            "between the ranks. Copy the module and build OSS(copied.parameters(), ...) and its wrapper again, or save "
             "optimizer.state_dict()"
         )
 

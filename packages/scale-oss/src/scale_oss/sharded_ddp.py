@@ -118,7 +118,7 @@ def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract:
 
 
 def _may_read_children(module: nn.Module) -> bool:
-    """Whether this is a module of torch's own that is no mere container, or derived from one."""
+    """Whether this is a module of torch's own that is not a mere container, or derived from one."""
     return any(base.__module__.startswith("torch.nn.") and base not in _CONTAINERS for base in type(module).__mro__)
 
 

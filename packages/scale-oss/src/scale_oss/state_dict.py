@@ -264,7 +264,7 @@ class OSSStateDictMixin(Optimizer):
             recipient_rank: Which rank of the group gets it; -1 is all of them.
 
         Raises:
-            ValueError: There is no such rank; or the ranks have made different steps, or a state can't be put together.
+            ValueError: The rank does not exist, the ranks have made different steps, or a state can't be put together.
             ContractError: The ranks name different recipients.
         """
         if not -1 <= recipient_rank < self.shard_group.size:
@@ -319,7 +319,7 @@ class OSSStateDictMixin(Optimizer):
             state_dict: Of the plain optimizer, or of an OSS at any number of ranks; it is not changed, nor kept.
 
         Raises:
-            TypeError: It is no state dict, as on ranks that did not receive it.
+            TypeError: It is not a state dict, as on ranks that did not receive it.
             ValueError: It is that of other parameters, or of another optimizer.
             ContractError: The ranks have different ones.
         """

@@ -53,8 +53,7 @@ class NoChunk:
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"NoChunk: expected a Tensor, got {type(tensor).__name__}: what is no tensor is never cut, so pass it "
-                "as it is"
+                f"NoChunk: expected a Tensor, got {type(tensor).__name__}: only tensors are cut, so pass the value"
             )
         self.tensor = tensor
 
@@ -74,7 +73,7 @@ class Chunks(NamedTuple):
 
 
 def check_chunks(chunks: Any) -> int:
-    """Returns a number of micro-batches as Python's integer. Raises ValueError if it is no positive integer."""
+    """Returns a number of micro-batches as Python's integer. Raises ValueError if it is not a positive integer."""
     number = plain_integer(chunks)
     if number is None or number <= 0:
         raise ValueError(f"number of chunks must be positive integer, got {chunks!r}")
@@ -284,7 +283,7 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 def gather(outputs: Sequence[Any]) -> Any:
     """Merges the outputs of all micro-batches: tensors along dimension 0, everything else as it is in each.
 
-    A single output is returned as it is. Raises ValueError where outputs are not nested in the same way, tensors have
+    A single output is returned unchanged. Raises ValueError where outputs are not nested in the same way, tensors have
     no dimension or do not fit, or values that are no tensors differ.
     """
     first = outputs[0]
@@ -348,6 +347,6 @@ def _check_equal(name: str, values: Sequence[Any]) -> None:
             same = False
         if not same:
             raise ValueError(
-                f"{name} is no tensor and differs between micro-batches: {values[0]!r} for 0, {value!r} for {number}; "
+                f"{name} is not a tensor and differs by micro-batch: {values[0]!r} for 0, {value!r} for {number}; "
                 "return a tensor [N, ...], or what is the same for all samples"
             )

@@ -275,7 +275,7 @@ def read_index(path: Path) -> dict[str, str]:
         files = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         file_by_name = {str(name): str(file) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} is no index of tensors: expected a 'weight_map' of names to files") from error
+        raise ValueError(f"{path} is not an index of tensors: expected a 'weight_map' of names to files") from error
     for name, file in file_by_name.items():
         if Path(file).name != file or file in ("", ".", ".."):
             raise ValueError(f"{path}: {name} is said to be in {file!r}, expected a file of this folder")

@@ -178,7 +178,7 @@ def load(
         objects: As given to `save`. Tensors are written to in place.
         step: This snapshot and no other.
         process_group: The ranks that hold the state together; the default group if None.
-        strict: False loads saved values that fit the objects, and warns of the rest, which stays as it is. An
+        strict: False loads saved values that fit the objects, and warns of the rest, which stays unchanged. An
             optimizer's state of a parameter is loaded if all of it and the parameter fit; that of another kind of
             optimizer is left out completely.
         only_given: Whether objects that were saved may be left out, as the optimizer where a model is only evaluated;

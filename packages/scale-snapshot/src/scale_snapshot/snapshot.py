@@ -226,7 +226,7 @@ def load_snapshot(
             passed_over.add(path)
             if group.rank == 0:
                 warnings.warn(f"passing over an incomplete snapshot: {error}", stacklevel=3)
-    why = "" if folder.is_dir() else ", which is no directory" if folder.exists() else ", and no such directory"
+    why = "" if folder.is_dir() else ", which is not a directory" if folder.exists() else ", and no such directory"
     missing = FileNotFoundError(f"there is no complete snapshot in {folder}{why}")
     raise SnapshotError(f"{looking.doing} failed: {missing}") from missing
 
@@ -244,7 +244,7 @@ def _list_to_load(looking: CollectiveCall, folder: Path, passed_over: set[Path])
 
 
 def _explained(error: SnapshotError, older: list[Path]) -> SnapshotError:
-    """Says of a snapshot that can't be read at the moment that this is no damage, and how to go back nevertheless."""
+    """Says of a snapshot that can't be read at the moment that this is not damage, and how to go back nevertheless."""
     if not is_temporary(error.__cause__):
         return error
     instead = (
@@ -459,7 +459,7 @@ def _commit(unfinished: Path, place: Path, manifest: Manifest) -> None:
     except OSError as error:
         if not _is_save(place, manifest.save):
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                raise FileExistsError(f"{place} was saved by another program meanwhile, and stays as it is") from error
+                raise FileExistsError(f"{place} was saved by another program meanwhile, and stays unchanged") from error
             raise
         # A network file system may repeat a rename whose answer was lost, and says that there is nothing to rename.
     try:

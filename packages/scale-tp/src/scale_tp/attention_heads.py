@@ -45,7 +45,7 @@ class AttentionRule:
         >>> rule.query
         ('q',)
 
-    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
+    See also: [the guide to existing models](../guides/tensor-parallel.md#existing-models-parallelize).
     """
 
     name: str

@@ -56,7 +56,7 @@ def iterate_consolidated(
         dtype: The dtype to convert to; None keeps the dtype of the files.
 
     Raises:
-        FileNotFoundError: There is no such file, or one of a series is missing.
+        FileNotFoundError: The file does not exist, or one of a series is missing.
         ValueError: A name that no pattern knows, files with other names, or parts of other shapes; before anything is
             yielded. Or tensors that all files hold differ between them.
 
@@ -74,7 +74,7 @@ def iterate_consolidated(
         >>> [(name, tuple(tensor.shape)) for name, tensor in iterate_consolidated(folder)]
         [('output.weight', (6, 4))]
 
-    See also: [the guide to migrating from Llama](../guides/migration-llama.md).
+    See also: [the guide to migrating from Llama](../guides/migration-others.md#from-llamas-reference-code).
     """
     files = _open(Path(folder))
     rules = {name: _merge_rule(name, files, dims) for name in files.parts[0]}  # All are checked before the first.
@@ -106,7 +106,7 @@ def read_consolidated(
         >>> read_consolidated(folder)["output.weight"].shape
         torch.Size([6, 4])
 
-    See also: [the guide to migrating from Llama](../guides/migration-llama.md).
+    See also: [the guide to migrating from Llama](../guides/migration-others.md#from-llamas-reference-code).
     """
     return dict(iterate_consolidated(folder, dims=dims, dtype=dtype))
 

@@ -21,7 +21,7 @@ from scale_tp.sequence_lengths import record_lengths
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
-    """Returns the input as it is; its gradient is summed over the ranks, because each computes with its own part.
+    """Returns the input unchanged; its gradient is summed over the ranks, because each computes with its own part.
 
     Args:
         input_: [any shape], the same on all ranks.

@@ -67,7 +67,7 @@ def initialize_model_parallel(
         limit_seconds: How long an operation of these groups may take; None is as long as one of the default group.
 
     Raises:
-        TypeError: A size is no integer.
+        TypeError: A size is not an integer.
         ValueError: The sizes don't divide the number of ranks; or other arguments stand beside a ParallelDims.
         RuntimeError: It was called before.
 

@@ -112,7 +112,7 @@ class RNGStatesTracker:
                 raise TypeError(
                     f"expected the state of the stream '{name}' to be one that get_states() gives, of the host and of "
                     f"the device, got {type(argument).__name__}: FairScale and Megatron keep that of one generator "
-                    "alone, from which the streams can't go on; begin them anew, "
+                    "alone, from which the streams can't go on; restart them, "
                     "scale_tp.model_parallel_manual_seed(seed)"
                 )
         self._states = {name: RNGState(*state) for name, state in states.items()}
@@ -161,7 +161,7 @@ class RNGStatesTracker:
         Within each other, forks of one name go on with one stream.
 
         Raises:
-            KeyError: There is no such stream.
+            KeyError: The stream does not exist.
             RuntimeError: It is asked for in a backward pass, by a recomputation that does not know the drawn numbers.
         """
         if name not in self._states:

@@ -76,7 +76,7 @@ class Split:
             block: The number of indices that always stay together, for example those of an attention head.
 
         Raises:
-            ValueError: A negative size, no rank, or a total that is no multiple of the block.
+            ValueError: A negative size, no rank, or a total that is not a multiple of the block.
         """
         if block < 1 or total % block:
             raise ValueError(
@@ -251,7 +251,7 @@ def split_heads(num_heads: int, num_key_value_heads: int, num_ranks: int) -> Hea
 
 
 def check_size(what: str, value: Any, least: int = 0) -> None:
-    """Refuses a size that is no integer, or below `least`."""
+    """Refuses a size that is not an integer, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"expected {what} to be an integer, got {value!r} of type {type(value).__name__}")
     if value < least:
@@ -352,8 +352,8 @@ class VocabUtility:
         """The words of a rank of `VocabParallelEmbedding` and `vocab_parallel_cross_entropy`; they need not divide.
 
         Raises:
-            TypeError: A number is no integer.
-            ValueError: There is no such rank.
+            TypeError: A number is not an integer.
+            ValueError: The rank does not exist.
 
         Example:
             >>> VocabUtility.vocab_range_from_global_vocab_size(9, 1, 2)

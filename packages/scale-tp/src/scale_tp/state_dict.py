@@ -41,7 +41,7 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
         >>> scale_tp.full_state_dict(model)["0.weight"].shape  # on any number of ranks
         torch.Size([4, 8])
 
-    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
+    See also: [the guide to existing models](../guides/tensor-parallel.md#existing-models-parallelize).
     """
     placed = dict(_param_shardings(model))
     state: dict[str, Tensor] = {}
@@ -81,7 +81,7 @@ def load_full_state_dict(
         >>> model = scale_tp.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 4)), {"0": "colwise"})
         >>> scale_tp.load_full_state_dict(model, plain.state_dict())
 
-    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
+    See also: [the guide to existing models](../guides/tensor-parallel.md#existing-models-parallelize).
     """
     if sharded := next((name for name, param in model.named_parameters() if unit_shard_of(param) is not None), None):
         raise ValueError(
@@ -96,7 +96,7 @@ def load_full_state_dict(
         if name not in local_tensors:
             if strict:
                 raise ValueError(
-                    f"'{name}' is no parameter or buffer of {type(model).__name__}: rename it, or pass strict=False to "
+                    f"'{name}' is not a parameter or buffer of {type(model).__name__}: rename it, or strict=False to "
                     "leave it out"
                 )
             continue

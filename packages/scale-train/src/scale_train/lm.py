@@ -34,7 +34,7 @@ def train(options: Options) -> RunSummary:
 
     Raises:
         InputError: Options that cannot be meant, all of them named, or that cannot be trained here.
-        TrainingDiverged: The loss or a weight is no finite number.
+        TrainingDiverged: The loss or a weight is not a finite number.
         RanksLost: A rank ended early.
         Interrupted: A signal ended it, and the last step is saved.
 

@@ -7,7 +7,7 @@ measured is reported by source rank (`scale_core.hooks.source_grads`).
 
 A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
 ten times its cost in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
-over; of long ones norms of rows are written side by side. No gradient is kept itself unless it stays as it is: autograd
+over; of long ones norms of rows are written side by side. No gradient is kept unless it stays unchanged: autograd
 would have to copy what it can take now, and the memory of a gradient may be used again. Nothing waits for the device.
 
 A pass is a sample, and gradients are averaged when it ends; unless a pipeline runs the passes, which defines the sample

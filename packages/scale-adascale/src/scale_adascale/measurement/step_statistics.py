@@ -323,7 +323,7 @@ class StepStatistics:
         """Changes the settings, and the noise average to that of the batch which has scale 1 from now on.
 
         A pass is taken to have as many samples as before; then the small batch is that of a step over the scale, unless
-        `is_small_batch_kept` for one of the changes between two steps. None leaves each as it is.
+        `is_small_batch_kept` for one of the changes between two steps. None leaves each unchanged.
         """
         settings, estimates = self._settings, self._state.estimates
         if self._geometry is None or self._geometry.noise_after is not estimates.noise:

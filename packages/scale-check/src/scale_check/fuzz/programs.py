@@ -96,7 +96,7 @@ class Run:
         self._scheduler: Any = None
 
     def build(self) -> nn.Module:
-        """Returns the plain model, and begins anew."""
+        """Returns the plain model, and starts over."""
         self._engine, self._scheduler = FuzzEngine(), None
         return build(self.program.model, self.program.seed)
 

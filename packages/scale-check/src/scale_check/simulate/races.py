@@ -74,7 +74,7 @@ class Race(NamedTuple):
         memory: The bytes, and where they were allocated.
         missing: The wait that would give them an order.
 
-    See also: [the guide to missing waits](../guides/races.md).
+    See also: [the guide to missing waits](../guides/check.md#missing-waits-races).
     """
 
     earlier: str

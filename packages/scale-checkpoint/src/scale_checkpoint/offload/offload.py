@@ -42,7 +42,7 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  # a context manag
 
     Raises:
         ValueError: `to` is another word, or `min_bytes` is negative.
-        NotADirectoryError: There is no such folder.
+        NotADirectoryError: The folder does not exist.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """

@@ -58,7 +58,7 @@ class CopyStreams:
         self.prefetch_bytes = _PREFETCH_BYTES if has_streams(device) else 0
 
     def to_host(self, source: Tensor) -> tuple[Tensor, StreamEvent]:
-        """Starts to copy `source`, uint8 [n], to the host; it must stay as it is until the event."""
+        """Starts to copy `source`, uint8 [n], to the host; it must stay unchanged until the event."""
         with self._to_host.run():
             target = self.host_memory(source.numel())
             copy_into(target, source)
@@ -107,7 +107,7 @@ class StorageBackend(Protocol):
     """Somewhere to keep bytes."""
 
     def put(self, source: Tensor) -> StoredBytes:
-        """Starts to copy `source`, uint8 [n]; it must stay as it is until `copied`."""
+        """Starts to copy `source`, uint8 [n]; it must stay unchanged until `copied`."""
 
 
 class HostMemory:

@@ -138,7 +138,7 @@ def _pattern(name: str | OpOverload | OpOverloadPacket) -> str:
     try:
         pattern = re.compile(name)
     except re.error as error:
-        raise ValueError(f"keep: {name!r} is no regular expression: {error}") from error
+        raise ValueError(f"keep: {name!r} is not a regular expression: {error}") from error
     if not any(map(pattern.fullmatch, _all_names())):
         hint = did_you_mean(name, sorted(_all_names()), "write one as it stands there, such as 'addmm'")
         raise ValueError(f"keep: {name!r} is the name of no operator in torch.ops.aten; {hint}")

@@ -86,7 +86,7 @@ def group_of(process_group: GroupLike = None, *axes: str) -> Group:
         LaunchError: None, where a launcher has started several ranks and `torch.distributed` is not initialized: each
             would train alone.
         TypeError: It is none of these.
-        ValueError: A mesh of several dimensions, a group that this rank is no member of, or a stand-in object
+        ValueError: A mesh of several dimensions, a group that this rank is not a member of, or a stand-in object
             that claims more than one rank.
 
     Examples:
@@ -109,7 +109,7 @@ def group_of(process_group: GroupLike = None, *axes: str) -> Group:
         return _from_torch(dist.group.WORLD)
     if process_group is cast(object, dist.GroupMember.NON_GROUP_MEMBER):  # new_group returned it
         raise ValueError(
-            "this rank is no member of the process group: call the function only on the ranks that were given to "
+            "this rank is not a member of the process group: call the function only on the ranks that were given to "
             "torch.distributed.new_group(ranks)"
         )
     if isinstance(process_group, DeviceMesh):

@@ -183,10 +183,10 @@ class ParallelDims:
     The first use of a group makes the groups of all axes. All ranks call it together.
 
     Raises:
-        TypeError: A size is no integer.
+        TypeError: A size is not an integer.
         ValueError: The product of the sizes is not the number of ranks, or `ep` does not divide `dp_shard x cp`.
 
-    See also: [the order of techniques](../composition.md).
+    See also: [the order of techniques](../guides/which-technique.md#what-works-together).
     """
 
     dp_replicate: int = 1
@@ -240,7 +240,7 @@ class ParallelDims:
 
         Raises:
             RuntimeError: torch.distributed is not initialized.
-            ValueError: There is no such axis, or torch.distributed has a different number of ranks.
+            ValueError: The axis does not exist, or torch.distributed has a different number of ranks.
         """
         _, names = self._lattice(axes)
         groups = self._axis_groups()
@@ -264,7 +264,7 @@ class ParallelDims:
 
         Raises:
             RuntimeError: torch.distributed is not initialized.
-            ValueError: There is no such axis, one is a part of another, or they are not in the order of the ranks.
+            ValueError: The axis does not exist, one is a part of another, or they are not in the order of the ranks.
         """
         names = (dims,) if isinstance(dims, str) else tuple(dims)
         groups = [self.process_group(name) for name in names]

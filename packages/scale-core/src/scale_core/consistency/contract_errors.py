@@ -33,7 +33,7 @@ _SAME_ORDER = (
 )
 
 SAME_TRAINED = (
-    "Freeze and unfreeze parameters on all ranks alike: param.requires_grad_(...) must not depend on the rank, nor on "
+    "Freeze the same parameters on all ranks: param.requires_grad_(...) must not depend on the rank, nor on "
     "its data"
 )
 

@@ -41,7 +41,7 @@ def check_same_call(what: str, signature: str, group: Group, *, each_time: bool 
         if len({row[0] for row in exchange([own], group)}) > 1:
             facts = _first_difference(exchange_text(f"{what}: {signature}", group))
             by_rank = "; ".join(f"rank {rank}: {fact}" for rank, fact in enumerate(facts))
-            raise ValueError(f"the ranks are about to do different things: {by_rank}: call it alike on all of them")
+            raise ValueError(f"the ranks are about to do different things: {by_rank}: make the same call on all")
         known.add(own)
     if not each_time:
         calls, CallLog.is_used = group.state.calls, True

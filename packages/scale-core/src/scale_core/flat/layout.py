@@ -246,7 +246,7 @@ def alignment_of(itemsize: int) -> int:
     """The alignment of parameters of this many bytes per element: 16 bytes, as of most kernels' loads.
 
     A view of another dtype, for example `view_as_complex` or `view(torch.float16)` of bytes, is refused where the
-    offset is no multiple of that dtype's elements, and on a GPU a kernel may read 16 bytes at once. Tensors of their
+    offset is not a multiple of that dtype's elements, and on a GPU a kernel may read 16 bytes at once. Tensors of their
     own start at 64 bytes or more, so models rely on it.
 
     Example:

@@ -27,7 +27,7 @@ _open_tasks: Counter[int] = Counter()  # autograd's numbers of the passes whose 
 
 
 class _Identity(torch.autograd.Function):
-    """The same values as a new tensor that is no view and has hooks of its own."""
+    """The same values as a new tensor that is not a view and has hooks of its own."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

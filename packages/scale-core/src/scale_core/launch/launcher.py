@@ -75,7 +75,7 @@ def launch_local(
         >>> if __name__ == "__main__":
         ...     code = launch_local(main, 2)  # doctest: +SKIP
 
-    See also: [the guide to starting ranks](../guides/multi-node.md).
+    See also: [the guide to starting ranks](../guides/scale-further.md#start-the-ranks-torchrun-slurm-elastic).
     """
     check_may_start("launch_local", fn)
     if num_ranks < 1:

@@ -25,7 +25,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def is_orphan() -> bool:
-    """Whether the process that started this one has ended: its parent is process 1 then, which is no Python program."""
+    """Whether the process that started this one has ended: its parent is process 1 then, not a Python program."""
     if sys.platform != "linux" or os.getppid() != 1:
         return False
     try:

@@ -76,7 +76,7 @@ def init_distributed(
         >>> init_distributed()  # in a plain Python, not under torchrun
         Group(rank=0, size=1, process_group=None, backend='none', ranks=(0,))
 
-    See also: [the guide to starting ranks](../guides/multi-node.md).
+    See also: [the guide to starting ranks](../guides/scale-further.md#start-the-ranks-torchrun-slurm-elastic).
     """
     if dist.is_initialized():
         return group_of()
@@ -144,7 +144,7 @@ def _open_within(host: str, port: int, *, serve: bool, timeout: float) -> Any:
 
 
 def _what_listens(host: str, port: int) -> str:
-    """The greeting of a program that is no store, for an error."""
+    """The greeting of a program that is not a store, for an error."""
     told = b""
     try:
         with socket.create_connection((host, port), timeout=1.0) as connection, suppress(OSError):

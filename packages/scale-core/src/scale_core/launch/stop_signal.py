@@ -37,7 +37,7 @@ class StopSignal:
     Attributes:
         received: The number of the signal that this rank received; 0 if none.
 
-    See also: [the guide to starting ranks](../guides/multi-node.md).
+    See also: [the guide to starting ranks](../guides/scale-further.md#start-the-ranks-torchrun-slurm-elastic).
     """
 
     def __init__(self, *, keep_after: type[BaseException] | None = None) -> None:

@@ -249,7 +249,7 @@ def _listed(params: Iterable[Tensor]) -> list[Tensor]:
             return listed
         raise ValueError(
             "expected parameters, got an iterator that has been used up, or has none: write params = "
-            "list(model.parameters()) where they are needed twice, or pass model.parameters() anew"
+            "list(model.parameters()) where they are needed twice, or pass model.parameters() again"
         )
     return listed
 

@@ -59,8 +59,8 @@ class ShardedGradScaler(GradScaler):
             when it is needed), or a world of one where torch.distributed is not initialized.
 
     Raises:
-        ValueError: A number out of its range, or a `process_group` that this rank is no member of.
-        TypeError: `process_group` is none, or `device` is no device.
+        ValueError: A number out of its range, or a `process_group` that this rank is not a member of.
+        TypeError: `process_group` is none, or `device` is not a device.
 
     See also: [the guide to FSDP](../guides/fsdp.md).
     """

@@ -250,7 +250,7 @@ def _strangers(state: Mapping[str, Any], known: Container[str], name_here: Calla
             if local_name is not None and local_name not in known
         ]
         if names:
-            subject = f"{some_keys(names)}, which {'is no parameter' if len(names) == 1 else 'are no parameters'}"
+            subject = f"{some_keys(names)}, which {'is not a parameter' if len(names) == 1 else 'are no parameters'}"
             return f"{GROUPS}: group {group.number} was saved with {subject} of the optimizer: {REGROUP}"
     return ""
 

@@ -99,7 +99,7 @@ def target_state_dict(
     Args:
         model: The built model.
         optimizer: Its optimizer, or several; with None the saved optimizer state is left out.
-        saved: For each saved key a `SavedTensor`, or the saved value itself where that is no tensor.
+        saved: For each saved key a `SavedTensor`, or the saved value itself where that is not a tensor.
         strict: False leaves it to `load_snapshot` to compare, which lists the differences of any rank, or with its own
             `strict=False` loads matching values.
 

@@ -258,7 +258,7 @@ def inject_from_environment() -> None:
         faults = [Fault(**entry) for entry in json.loads(text)]
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{VARIABLE}={text[:200]} is no list of faults ({error}): write what faults.to_environment(...) returns"
+            f"{VARIABLE}={text[:200]} is not a list of faults ({error}): write what faults.to_environment(...) returns"
         ) from error
     fault_points.active = _Injector(faults) if faults else None
 

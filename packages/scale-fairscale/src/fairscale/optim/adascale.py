@@ -57,7 +57,7 @@ class AdaScale(scale_adascale.AdaScale):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps with the inner optimizer, its learning rates multiplied by the gain of each parameter group.
 
-        As in FairScale gradients may be averaged by hand after the last backward pass, if that is no closure's. Nothing
+        As in FairScale gradients may be averaged by hand after the last backward pass, outside of closures. Nothing
         is measured then: such a step has the last gain, and a warning says so once.
 
         Args:

@@ -155,7 +155,7 @@ class LayerwiseGradientScaler:
 
 
 class _Unscale(torch.autograd.Function):
-    """Returns a tensor as it is, and divides its gradient.
+    """Returns a tensor unchanged, and divides its gradient.
 
     A view with a hook would lose the hook where the layer writes to its input, as `nn.ReLU(inplace=True)`; here torch
     raises.

@@ -105,11 +105,11 @@ class OffloadOptimizer(Optimizer):
         **defaults: The arguments of `optim_cls`.
 
     Raises:
-        TypeError: `optim_cls` is no class of optimizers, a parameter is no plain tensor, or a setting is of another
+        TypeError: `optim_cls` is not an optimizer class, a parameter is not a plain tensor, or a setting is of another
             type.
         ValueError: A fraction below 0 or above 1, or an optimizer that can't be divided.
 
-    See also: [the guide to CPU offload](../guides/large-models.md).
+    See also: [the guide to CPU offload](../guides/scale-further.md#initialize-on-the-meta-device).
     """
 
     @checked_arguments(own="optim_cls host_fraction overlap_step overlap_copies split")

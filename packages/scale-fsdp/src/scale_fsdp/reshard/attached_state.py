@@ -1,7 +1,7 @@
 """Attached state: tensors with an element for each element of a parameter (gradients, optimizer state, averages).
 
 They are resharded as the parameters are, one kind of one flat buffer at a time. A number for a
-parameter, for example its step count, stays as it is.
+parameter, for example its step count, stays unchanged.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AttachedState:
             if isinstance(optimizer, OffloadOptimizer):
                 raise ValueError(
                     "OffloadOptimizer has divided its state by the present shards: take it by "
-                    "full_optim_state_dict(...), build the optimizer anew afterwards, and load it"
+                    "full_optim_state_dict(...), build the optimizer again afterwards, and load it"
                 )
             owners = owners_of(self._model, optimizer)
             groups = optimizer.param_groups

@@ -189,7 +189,7 @@ def reshard_to(
         ValueError: On all ranks, before anything is changed: their models, optimizers or new ranks differ.
         ScaleDistributedError: A rank was lost meanwhile. The model is then resharded in part: load a checkpoint.
 
-    See also: [the guide to resharding](../guides/hybrid-sharding.md).
+    See also: [the guide to resharding](../guides/scale-further.md#several-nodes-hybrid-sharding-hsdp).
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     union, units = group_of(union_process_group), units_in(model)

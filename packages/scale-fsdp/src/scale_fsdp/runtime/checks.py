@@ -107,7 +107,7 @@ def data_replaced(unit: Unit, buffer: FlatBuffer, index: int) -> RuntimeError:
 def prefetch_of_another_model(unit: Unit, other: Unit) -> ValueError:
     """Units of another model are not gathered in this one's order."""
     return ValueError(
-        f"{unit_title(unit.name)} was told to prefetch a {type(other.module).__name__} that is no unit of this model: "
+        f"{unit_title(unit.name)} was told to prefetch a {type(other.module).__name__} that is not in this model: "
         "pass modules of the same model to set_modules_to_forward_prefetch(...) and to the one for backward"
     )
 

@@ -51,14 +51,14 @@ class BlockFormat:
         block_size: Values that share a scale; even.
 
     Raises:
-        ValueError: There is no such format, or the size is not even and above 0.
+        ValueError: The format does not exist, or the size is not even and above 0.
 
     Examples:
         >>> from scale_fsdp.transports.blocks import BlockFormat
         >>> BlockFormat("int8", block_size=256).num_bytes(1024)  # and 4 scales
         1040
 
-    See also: [the guide to quantized communication](../guides/quantized-communication.md).
+    See also: [the guide to quantized communication](../guides/slow-networks.md#quantized-communication-zero).
     """
 
     dtype: FormatName
@@ -107,7 +107,7 @@ def quantize(values: Tensor, block_format: BlockFormat, *, out: Tensor | None = 
         >>> message.shape, message.dtype
         (torch.Size([1, 264]), torch.uint8)
 
-    See also: [the guide to quantized communication](../guides/quantized-communication.md).
+    See also: [the guide to quantized communication](../guides/slow-networks.md#quantized-communication-zero).
     """
     rows, numel = values.shape
     message = out
@@ -140,7 +140,7 @@ def dequantize(message: Tensor, num_elements: int, block_format: BlockFormat, *,
         >>> bool((received - values).abs().max() <= values.abs().max() / 127)
         True
 
-    See also: [the guide to quantized communication](../guides/quantized-communication.md).
+    See also: [the guide to quantized communication](../guides/slow-networks.md#quantized-communication-zero).
     """
     rows = len(message)
     if out is None:

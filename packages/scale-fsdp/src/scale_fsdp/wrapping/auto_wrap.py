@@ -149,10 +149,10 @@ def enable_wrap(
 
 @checked_arguments
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wraps one module as the surrounding `enable_wrap` says; outside of one, returns it as it is.
+    """Wraps one module as the surrounding `enable_wrap` says; outside of one, returns it unchanged.
 
     Raises:
-        TypeError: `module.wrapper_config` is no mapping.
+        TypeError: `module.wrapper_config` is not a mapping.
         ValueError: The module is wrapped already.
 
     Examples:

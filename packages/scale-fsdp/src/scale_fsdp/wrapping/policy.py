@@ -252,7 +252,7 @@ def name_policy(*patterns: str) -> Policy:
     Lists and dicts of modules, which are never called, and modules without parameters are no units.
 
     Raises:
-        ValueError: There are no patterns, or one is no regular expression; or, with the model, one matches no module
+        ValueError: There are no patterns, or one is not a regular expression; or, with the model, one matches no module
             that could be a unit.
 
     Examples:
@@ -271,7 +271,7 @@ def name_policy(*patterns: str) -> Policy:
         try:
             compiled.append(re.compile(pattern))
         except re.error as error:
-            raise ValueError(f"name_policy: {pattern!r} is no regular expression: {error}") from error
+            raise ValueError(f"name_policy: {pattern!r} is not a regular expression: {error}") from error
     return _NamePolicy(tuple(compiled))
 
 

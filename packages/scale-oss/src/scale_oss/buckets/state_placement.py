@@ -114,7 +114,7 @@ def gather_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: 
     """Returns the ranges that all ranks hold of these shards; all ranks call it together, with the same parameters."""
     shards = [unit_shard_of(param) for param in params]
     local_shards = [shard for shard in shards if shard is not None]
-    assert len(local_shards) == len(params), "asked of a parameter that is no shard"
+    assert len(local_shards) == len(params), "asked of a parameter that is not a shard"
     groups = [sharding_group(shard, within) for shard in local_shards]
     ranges: dict[int, tuple[Range, ...]] = {}
     for group in dict.fromkeys(groups):
@@ -128,7 +128,7 @@ def gather_shards(params: Sequence[nn.Parameter], within: Group, limit_seconds: 
 
 
 def check_not_flat(param: nn.Parameter, name: str, optim_name: str) -> None:
-    """Checks that a parameter is no flat one, for an optimizer that needs full tensors."""
+    """Checks that a parameter is not a flat one, for an optimizer that needs full tensors."""
     buffer = flat_buffer_of(param)
     if buffer is not None:
         raise ValueError(

@@ -101,7 +101,7 @@ class DistributedPipe(StageModuleView):
         options: A `PipelineOptions`: stages on a rank, batch norms, the memory of "solve", and waits for other ranks.
 
     Raises:
-        TypeError: The module is no sequence or list of stages, or the schedule is none.
+        TypeError: The module is not a sequence or list of stages, or the schedule is none.
         ValueError: Numbers do not fit each other.
         RuntimeError: A launcher has started several ranks, and torch.distributed is not initialized.
         ContractError: The ranks have built different models, splits or schedules.

@@ -35,7 +35,7 @@ OUTPUT = ""
 
 
 class _InputAlias(torch.autograd.Function):
-    """The identity, without a copy: its output is no leaf, so a layer may change it in place."""
+    """The identity, without a copy: its output is not a leaf, so a layer may change it in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

@@ -205,7 +205,7 @@ class Replay:
             if leaf is NotForwarded.VALUE:
                 if not same_structure:
                     raise SplitError(
-                        f"an argument of {self._begin!r} is no tensor and no plain value, so each stage takes its own, "
+                        f"an argument of {self._begin!r} is neither a tensor nor plain, so each stage takes its own, "
                         f"but on stage {self._stage} the call has other arguments than on the stage before"
                     )
                 sent[index] = local_leaves[index]
@@ -215,7 +215,7 @@ class Replay:
         return arguments
 
     def _resolve_with(self, local: Any, received: Any) -> None:
-        """Gives the placeholders of an argument, or of a container that is no pytree, the values that were received."""
+        """Gives the placeholders of an argument, or of a container that is not a pytree, the received values."""
         placeholders, tensors = list(tensors_in(local)), list(tensors_in(received))
         if len(placeholders) != len(tensors):
             return  # Whoever uses one of them raises.

@@ -27,7 +27,7 @@ Device = torch.device | str | int
 def resolve_devices(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:
     """Returns devices with their index; None is all accelerators, or the CPU for each partition of the balance.
 
-    Raises TypeError if `devices` is no list, and ValueError if there is no such device.
+    Raises TypeError if `devices` is not a list, and ValueError if the device does not exist.
     """
     if devices is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -122,10 +122,10 @@ class Pipe(nn.Module):
         pipeline: Runs them.
 
     Raises:
-        TypeError: The module is no `nn.Sequential`, or has a forward of its own; balance or devices is no list; `stash`
+        TypeError: The module is not an `nn.Sequential`, or has its own forward; balance or devices is no list; `stash`
             and `pop` of its layers do not match.
         ValueError: The balance is missing, or does not fit; chunks or checkpoint is none of those above; a layer occurs
-            twice; the sequence itself has hooks; one tensor would have to be on two devices; there is no such device.
+            twice; the sequence itself has hooks; one tensor would have to be on two devices; the device does not exist.
         IndexError: There are fewer devices than partitions.
 
     See also: [the guide to pipelines](../guides/pipe.md).

@@ -33,7 +33,7 @@ class Kind(StrEnum):
         >>> [kind.value for kind in Kind]
         ['F', 'I', 'W', 'B', 'SA', 'RA', 'SG', 'RG', 'S']
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
 
     FORWARD = "F"
@@ -75,7 +75,7 @@ class Action(NamedTuple):
         >>> str(Action(Kind.FORWARD, 2, 5))
         'F2.5'
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
 
     kind: Kind
@@ -87,7 +87,7 @@ class Action(NamedTuple):
         """Reads a result of `str`, for example `F2.5`, `SA0.1` or `S2`.
 
         Raises:
-            ValueError: It is no action.
+            ValueError: It is not an action.
         """
         match = re.fullmatch(r"(S(?=\d)|F|I|W|B|SA|RA|SG|RG)(\d+)(?:\.(\d+))?", text)
         if match is None or (match[3] is None) != (match[1] == Kind.STEP.value):
@@ -117,7 +117,7 @@ class TimedAction(NamedTuple):
         start: When it starts, in the unit of the costs; seconds where it was measured.
         end: When it is over.
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
 
     rank: int

@@ -37,7 +37,7 @@ def gpipe(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> S
         >>> round(simulate(gpipe(4, 8)).bubble, 2)  # (P - 1) / (M + P - 1)
         0.27
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     orders = []
@@ -67,7 +67,7 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
         >>> round(simulate(one_forward_one_backward(4, 8)).bubble, 2)  # as GPipe, with P live micro-batches
         0.27
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches)
     batches = range(num_micro_batches)
@@ -94,7 +94,7 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: in
         >>> round(simulate(interleaved_1f1b(4, 8, stages_per_rank=2)).bubble, 2)
         0.16
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     num_ranks = placement.num_ranks
@@ -124,7 +124,7 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank
         >>> round(simulate(looped_breadth_first(4, 8, stages_per_rank=2)).bubble, 2)
         0.16
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     batches = range(num_micro_batches)

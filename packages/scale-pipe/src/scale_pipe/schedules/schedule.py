@@ -30,7 +30,7 @@ class Schedule:
         actions: By rank, in order.
 
     Raises:
-        TypeError: num_micro_batches is no integer.
+        TypeError: num_micro_batches is not an integer.
         ValueError: num_micro_batches is less than 1, or the number of lists is not that of the ranks.
 
     Examples:
@@ -39,7 +39,7 @@ class Schedule:
         >>> [str(action) for action in schedule.actions[0] if action.kind.value in "FB"]
         ['F0.0', 'F0.1', 'B0.0', 'B0.1']
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
 
     name: str
@@ -90,7 +90,7 @@ class Schedule:
         """Reads a result of `to_json`.
 
         Raises:
-            ValueError: It is no schedule, or one of another format.
+            ValueError: It is not a schedule, or one of another format.
         """
         try:
             file_format = content["format"]
@@ -105,7 +105,7 @@ class Schedule:
                 actions=tuple(tuple(map(Action.parse, line.split())) for line in content["actions"]),
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the content is no schedule: {type(error).__name__}: {error}") from error
+            raise ValueError(f"the content is not a schedule: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the schedule as JSON; a file that exists is replaced."""

@@ -35,7 +35,7 @@ class ScheduleSimulation:
         >>> simulation.makespan, round(simulation.bubble, 2)
         (15.0, 0.2)
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
 
     schedule: Schedule
@@ -123,7 +123,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> ScheduleSimulati
         >>> round(simulation.bubble, 2)
         0.2
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     validate(schedule, transport="posted")
     costs = costs or Costs.uniform(schedule.num_stages)

@@ -75,7 +75,7 @@ def validate(
         ...     print(type(error).__name__)
         MemoryCapError
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     if transport not in get_args(Transport):
         raise ValueError(f"expected transport to be one of {', '.join(get_args(Transport))}, but got {transport!r}")

@@ -47,7 +47,7 @@ def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, widt
         >>> svg[:4]
         '<svg'
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     shown = [simulations] if isinstance(simulations, ScheduleSimulation) else list(simulations)
     if not shown:
@@ -86,7 +86,7 @@ def save_drawing(
         >>> from scale_pipe.schedules.visualize import save_drawing
         >>> save_drawing(simulate(gpipe(2, 4)), f"{tempfile.mkdtemp()}/gpipe.svg")
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     Path(path).write_text(draw(simulations, width=width), encoding="utf-8")
 
@@ -147,7 +147,7 @@ def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
         >>> sorted({event["ph"] for event in trace["traceEvents"]})
         ['C', 'M', 'X']
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     events: list[dict[str, Any]] = []
     for rank in range(simulation.schedule.num_ranks):
@@ -185,6 +185,6 @@ def save_chrome_trace(simulation: ScheduleSimulation, path: str | PathLike[str])
         >>> from scale_pipe.schedules.visualize import save_chrome_trace
         >>> save_chrome_trace(simulate(gpipe(2, 4)), f"{tempfile.mkdtemp()}/trace.json")  # for ui.perfetto.dev
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     Path(path).write_text(json.dumps(chrome_trace(simulation)) + "\n", encoding="utf-8")

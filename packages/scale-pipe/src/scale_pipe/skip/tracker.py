@@ -118,7 +118,7 @@ def _command_error(command: Any, declared: DeclaredSkips, tracker: SkipTracker, 
                 f"@skippable({kind.__name__}={[*names, command.name]})"
             )
     if not isinstance(command, stash | pop):
-        return TypeError(f"{command!r} is no command: a skippable {title} yields stash(name, tensor) or pop(name)")
+        return TypeError(f"{command!r} is not a command: a skippable {title} yields stash(name, tensor) or pop(name)")
     if isinstance(command, stash) or skip_key(module, command.name) in tracker.tensors:
         return None
     hint = "let a layer before it stash it; verify_skippables(module) says which pairs do not match"

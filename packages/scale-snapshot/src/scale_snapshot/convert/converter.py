@@ -82,7 +82,7 @@ def convert_checkpoint(
         progress: Called with the bytes that were read since the last call, and the bytes of all.
 
     Raises:
-        ValueError: The source is no checkpoint that is known here, is damaged, or holds values that would be lost;
+        ValueError: The source is not a checkpoint that is known here, is damaged, or holds values that would be lost;
             there is something at the destination; or an argument is wrong. Nothing is left at the destination.
         SnapshotError: The source is a snapshot that is damaged; or a snapshot can't be written.
         OSError: A file can't be read or written.
@@ -146,7 +146,7 @@ def open_checkpoint(path: str | os.PathLike[str], names: Renaming | None = None,
         trust: Unpickle objects of any class, which may run any code that the source says.
 
     Raises:
-        ValueError: It is no checkpoint that is known here, is damaged, or holds values without a name.
+        ValueError: It is not a checkpoint that is known here, is damaged, or holds values without a name.
         SnapshotError: It is a snapshot that is damaged.
         OSError: A file can't be read.
 
@@ -170,7 +170,7 @@ def recognized(path: str | os.PathLike[str]) -> Recognized:
     foreign = recognize(path)
     if foreign is None:
         raise ValueError(
-            f"{path} is no checkpoint of a format that is known here (snapshots, torch.save, "
+            f"{path} is not a checkpoint of a format that is known here (snapshots, torch.save, "
             "torch.distributed.checkpoint, safetensors, Hugging Face's folders, FairScale's and FSDP's files by rank)"
         )
     if not foreign.is_convertible:

@@ -31,7 +31,7 @@ def read_safetensors_file(path: Path) -> dict[str, Any]:
                 tree[name] = LazyTensor(shape, DTYPES[word], _reader(path, name))
             mark = (file.metadata() or {}).get(SNAPSHOT_MARK)
     except SafetensorError as error:
-        raise ValueError(f"{path} is no complete safetensors file: {error}") from error
+        raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
     return tree if mark is None else {**tree, SNAPSHOT_MARK: mark}
 
 

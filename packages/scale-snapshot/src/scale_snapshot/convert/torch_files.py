@@ -37,7 +37,7 @@ def read_torch_file(path: Path, *, trust: bool = False) -> dict[Any, Any]:
         trust: Build objects of any class, which may run any code that the file says.
 
     Raises:
-        ValueError: It holds objects of other classes, it is damaged, or it is no dict.
+        ValueError: It holds objects of other classes, it is damaged, or it is not a dict.
     """
     content = load_object(path, trust=trust)
     if not isinstance(content, Mapping):

@@ -82,7 +82,7 @@ class Manifest:
 
     @property
     def saved(self) -> dict[str, Any]:
-        """Each key with its `SavedTensor`, or with its value where that is no tensor."""
+        """Each key with its `SavedTensor`, or with its value where that is not a tensor."""
         return {**self.tensors, **self.values}
 
     @cached_property
@@ -222,7 +222,7 @@ def _read_document(path: Path, progress: Callable[[int], None], retry_seconds: f
                 )
             return file.read(file.num_bytes, 0)
     except FileNotFoundError:
-        raise DamagedSnapshotError(f"{path.parent} has no {FILE}: it is no complete snapshot") from None
+        raise DamagedSnapshotError(f"{path.parent} has no {FILE}: it is not a complete snapshot") from None
     except (OSError, EOFError) as error:
         if not is_damage(error):
             raise
@@ -236,7 +236,7 @@ def _checked_document(directory: Path, data: bytes) -> bytes:
         if data.startswith(_UNPUBLISHED):
             raise SnapshotError(
                 f"{directory} is of format version 1, which was never released; this scale-core reads version "
-                f"{VERSION}: write it anew with the program that wrote it"
+                f"{VERSION}: write it again with the program that wrote it"
             )
         raise DamagedSnapshotError(f"{directory / FILE} is damaged: its first line is not that of a manifest")
     version = int(match[1])
@@ -267,12 +267,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is no finite number")
+        raise ValueError(f"{text[:40]} is not a finite number")
     return value
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no finite number")
+    raise ValueError(f"{text} is not a finite number")
 
 
 def _parsed(document: Mapping[str, Any]) -> Manifest:

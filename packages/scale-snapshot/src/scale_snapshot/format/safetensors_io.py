@@ -165,7 +165,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_entries(file: StoredFile) -> list[StoredTensor]:
-    """The tensors of a file; a ValueError says why it is no complete safetensors file."""
+    """The tensors of a file; a ValueError says why it is not a complete safetensors file."""
     start, header = _read_header(file)
     entries = []
     for name, location in header.items():
@@ -185,7 +185,7 @@ def read_entries(file: StoredFile) -> list[StoredTensor]:
 
 
 def read_metadata(file: StoredFile) -> dict[str, str]:
-    """The metadata in the header of a file; a ValueError says why it is no safetensors file."""
+    """The metadata in the header of a file; a ValueError says why it is not a safetensors file."""
     return {str(key): str(value) for key, value in _read_header(file)[1]["__metadata__"].items()}
 
 
@@ -205,7 +205,7 @@ def _read_header(file: StoredFile) -> tuple[int, dict[str, Any]]:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor; numpy's way would need numpy, which is no dependency."""
+    """The bytes of a contiguous CPU tensor; numpy's way would need numpy, which is not a dependency."""
     if not tensor.nbytes:
         return memoryview(bytearray())
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

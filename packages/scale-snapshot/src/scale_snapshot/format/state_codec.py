@@ -63,7 +63,7 @@ def decode(value: JSON, tensor_of: Callable[[str], Tensor]) -> Any:
     """Returns the state that was encoded; `tensor_of` gives the tensor of a key.
 
     Raises:
-        ValueError: It is no encoded state.
+        ValueError: It is not an encoded state.
     """
     if isinstance(value, list):
         return [decode(part, tensor_of) for part in value]
@@ -74,7 +74,7 @@ def decode(value: JSON, tensor_of: Callable[[str], Tensor]) -> Any:
     try:
         return _decode_typed(value, tensor_of)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(value)[:200]} is no encoded value: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{str(value)[:200]} is not an encoded value: {type(error).__name__}: {error}") from error
 
 
 def encode_extra(extra: Any) -> JSON:
@@ -103,7 +103,7 @@ def encode_extra(extra: Any) -> JSON:
 
 
 def decode_extra(value: JSON) -> Any:
-    """Returns the input of `encode_extra`; a ValueError says that it is no encoded value."""
+    """Returns the input of `encode_extra`; a ValueError says that it is not an encoded value."""
     return decode(value, dict[str, Tensor]().__getitem__)
 
 
@@ -255,7 +255,7 @@ def _decode_typed(value: dict[str, JSON], tensor_of: Callable[[str], Tensor]) ->
         dtype = numpy.dtype(str(value["dtype"]))
         if dtype.kind in _NUMBERS:
             return dtype.type(decode(part, tensor_of))
-    raise ValueError(f"{str(value)[:200]} is no encoded value: the type {kind!r} is not known")
+    raise ValueError(f"{str(value)[:200]} is not an encoded value: the type {kind!r} is not known")
 
 
 def _decode_tensor(value: dict[str, JSON], tensor_of: Callable[[str], Tensor]) -> Tensor:

@@ -117,7 +117,7 @@ def _checksums(file: StoredFile, begin: int, end: int, block_bytes: int) -> list
 
 
 def _identity_refusal(file: StoredFile, name: str, manifest: Manifest) -> str:
-    """Why this is no file of this save, whatever its checksums are; "" if it is one."""
+    """Why this is not a file of this save, whatever its checksums are; "" if it is one."""
     try:
         save_id = read_metadata(file).get("save")
         if save_id != manifest.save:

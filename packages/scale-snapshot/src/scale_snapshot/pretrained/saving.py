@@ -70,7 +70,7 @@ def save_pretrained(
         The folder.
 
     Raises:
-        ValueError: `max_shard_size` is no size.
+        ValueError: `max_shard_size` is not a size.
         SnapshotError: On every rank, whichever failed: there is something in the folder, the disk is full, a conversion
             can't be undone, or each rank has an expert of its own. Nothing has been written under this name then.
 
@@ -259,7 +259,7 @@ def _commit(unfinished: Path, path: Path, index: str | None, model: nn.Module, c
         unfinished.rename(path)  # Also in the place of an empty folder.
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-            raise FileExistsError(f"{path} was written by another program meanwhile, and stays as it is") from error
+            raise FileExistsError(f"{path} was written by another program meanwhile, and stays unchanged") from error
         raise
     sync(path.parent)
 

@@ -140,7 +140,7 @@ def interfaces(environment: Mapping[str, str]) -> list[Finding]:
             or not names
         ):
             continue
-        text = f"{variable}={setting} is no interface of this machine, which has {', '.join(interface_names)}"
+        text = f"{variable}={setting} is not an interface of this machine, which has {', '.join(interface_names)}"
         findings.append(
             Finding("network", "failed", text, f"unset {variable}, or name one of these", {"variable": variable})
         )

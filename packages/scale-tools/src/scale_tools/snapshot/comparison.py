@@ -21,7 +21,7 @@ class Difference:
         what: "only in A", "only in B", "shape", "dtype", "values" (of a tensor) or "value" (of what is none).
         a: What A has, as text; "" where it has nothing.
         b: What B has.
-        max_abs_diff: With "values", the largest difference of two numbers; infinite where one alone is no number.
+        max_abs_diff: With "values", the largest difference of two numbers; infinite where one alone is not a number.
         num_different: With "values", how many elements differ.
         num_elements: With "values", of how many.
     """

@@ -15,7 +15,7 @@ def read_texts(paths: Iterable[Path]) -> dict[str, str]:
     """Returns the texts of the files by their paths; of a folder, all logs in it, and of restarts the last attempt.
 
     Raises:
-        ValueError: There is no such file or folder, no log in it, or it can't be read.
+        ValueError: The file does not exist or folder, no log in it, or it can't be read.
     """
     texts: dict[str, str] = {}
     for path in paths:

@@ -133,7 +133,7 @@ _KNOWN_FROM_SHAPE = frozenset(
 )
 _NOT_GATHERED = (
     " was given the sequence before it was gathered: a module around divided layers hands its input to something that "
-    "is no function of torch, to a reentrant checkpoint, or to a module with a hook of register_full_backward_hook: "
+    "is not a function of torch, to a reentrant checkpoint, or to a module with a hook of register_full_backward_hook: "
     "multiply it by 1 before, or pass overlap_pieces=None"
 )
 

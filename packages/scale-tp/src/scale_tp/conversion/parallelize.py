@@ -111,7 +111,7 @@ def parallelize(
         >>> model(torch.ones(2, 8)).shape
         torch.Size([2, 8])
 
-    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
+    See also: [the guide to existing models](../guides/tensor-parallel.md#existing-models-parallelize).
     """
     refuse_inference_mode("parallelize")
     plan = {"": plan} if isinstance(plan, str | Style) else plan

@@ -43,7 +43,7 @@ class Style:
         >>> Style("outputs", output="part", stacked=3)  # a fused projection of queries, keys and values
         Style(divides='outputs', input='whole', output='part', stacked=3, sums_gradients=False, interleaved=False)
 
-    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
+    See also: [the guide to existing models](../guides/tensor-parallel.md#existing-models-parallelize).
     """
 
     divides: SplitKind

@@ -67,7 +67,7 @@ def vocab_parallel_cross_entropy(
         TypeError: An argument that has to be a tensor or a number is none.
         ValueError: The shapes don't fit, or an option makes no sense, alone or with another one; or all ranks have the
             same logits, of all words (on CUDA an error of the device).
-        IndexError: A target is no word (on CUDA, as in torch, an error of the device).
+        IndexError: A target is not a word (on CUDA, as in torch, an error of the device).
 
     Examples:
         >>> import torch

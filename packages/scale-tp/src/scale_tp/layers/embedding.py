@@ -222,7 +222,7 @@ class VocabParallelEmbedding(_EmbeddingBase):
             [..., embedding_dim], the same on all ranks or, with `sequence_parallel`, this rank's part of the sequence.
 
         Raises:
-            IndexError: There is no such word.
+            IndexError: The word does not exist.
         """
         name, count = "VocabParallelEmbedding", self.num_embeddings
         if self.group.size == 1:
@@ -279,7 +279,7 @@ class ParallelEmbedding(_EmbeddingBase):
         """Looks words up: [any shape] of int64 or int32, the same on all ranks, as is the result [..., embedding_dim].
 
         Raises:
-            IndexError: There is no such word.
+            IndexError: The word does not exist.
         """
         columns = look_up(
             "ParallelEmbedding", input_, self.num_embeddings, lambda ids: self._embed(ids, self.padding_idx)

@@ -48,7 +48,7 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
         >>> model = scale_tp.parallelize(torch.nn.Sequential(torch.nn.Linear(8, 4)), {"0": "colwise"})
         >>> model = scale_tp.init_as_full(model, lambda model: torch.nn.init.normal_(model[0].weight))
 
-    See also: [the guide to tensor parallel for existing models](../guides/tensor-parallel-models.md).
+    See also: [the guide to existing models](../guides/tensor-parallel.md#existing-models-parallelize).
     """
     argument: object = module
     if not isinstance(argument, nn.Module) or not callable(function):

@@ -176,7 +176,7 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence.
 
         Raises:
-            TypeError: The input is no tensor.
+            TypeError: The input is not a tensor.
             ValueError: The input has another last dimension, or is not inside where it should be.
         """
         check_num_features("ColumnParallelLinear", input_, self.in_features)

@@ -229,7 +229,7 @@ def check_in_region(what: str, tensor: Tensor, group: Group) -> bool:
 
 
 def check_num_features(layer: str, input: Any, expected: int, *, fix: str = "") -> None:
-    """Refuses a value that is no tensor, and an input with a last dimension other than `expected`."""
+    """Refuses a value that is not a tensor, and an input with a last dimension other than `expected`."""
     if not isinstance(input, Tensor | DeferredInput):
         raise TypeError(f"{layer}: expected a tensor [..., {expected}], got {type(input).__name__}")
     if not input.shape or input.shape[-1] != expected:

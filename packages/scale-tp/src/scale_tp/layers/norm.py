@@ -100,7 +100,7 @@ def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None)
         The module.
 
     Raises:
-        TypeError: It is no module.
+        TypeError: It is not a module.
         ValueError: Its gradients are summed already, its parameters are divided or parametrized, or only modules inside
             it have some.
 
@@ -119,7 +119,7 @@ def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None)
     if isinstance(module, ParallelModule):
         raise ValueError(
             f"expected a module whose parameters are the same on all ranks, got a {type(module).__name__} that is "
-            "divided between them, and sums what has to be summed itself: leave it as it is"
+            "divided between them, and sums what has to be summed itself: leave it unchanged"
         )
     _check_own_parameters(module)
     if ranks.size > 1:

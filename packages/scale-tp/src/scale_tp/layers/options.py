@@ -49,8 +49,8 @@ class LayerOptions:
         if self.input_is_inside and (self.sequence_parallel or self.overlap_pieces is not None):
             raise ValueError(
                 "LayerOptions: input_is_inside=True says that the input is in the divided region already, got "
-                f"sequence_parallel={self.sequence_parallel} and overlap_pieces={self.overlap_pieces} beside it: leave "
-                "these out"
+                f"sequence_parallel={self.sequence_parallel} and overlap_pieces={self.overlap_pieces} as well. Leave "
+                "these out, because they bring the input there"
             )
         check_size("overlap_pieces", 1 if self.overlap_pieces is None else self.overlap_pieces, 1)
 

@@ -103,7 +103,7 @@ def _model_problems(options: Options) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     if options.run.export is not None and options.model.model is None:
-        yield "--export: the GPT of --size is no model of transformers; name one with --model"
+        yield "--export: the GPT of --size is not a model of transformers; name one with --model"
 
 
 def _transformers_problems(options: Options, config: dict[str, Any], vocabulary: int) -> Iterator[str]:

@@ -38,7 +38,7 @@ if __name__ == "__main__":
 ```
 
 A value that is not set has no default in the table; a file leaves it out. Sizes, counts and rates have the limits in
-brackets: what is outside of them is refused before any memory is taken.
+brackets: a value outside of them raises an error before any memory is taken.
 """
 
 

@@ -24,7 +24,7 @@ class Given(NamedTuple):
 
 
 def read_toml(path: Path) -> Given:
-    """Reads a file; an OptionsError where it cannot be read or is no TOML."""
+    """Reads a file; an OptionsError where it cannot be read or is not TOML."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -60,7 +60,7 @@ def given_by_tables(content: Mapping[str, Any], source: str) -> Given:
 
 
 def to_toml(options: Options) -> str:
-    """Returns the file that repeats a run exactly; an OptionsError where a text is no Unicode, which TOML needs."""
+    """Returns the file that repeats a run exactly; an OptionsError where a text is not Unicode, which TOML needs."""
     lines: list[str] = []
     table = ""
     for field in option_fields().values():

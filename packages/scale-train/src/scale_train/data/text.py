@@ -159,7 +159,7 @@ def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
 
 
 def _read(file: Path, *, named: bool) -> bytes:
-    """The bytes of a file; none of a file in a folder that is no text."""
+    """The bytes of a file; none of a file in a folder that is not text."""
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -179,7 +179,7 @@ def _documents(file: Path, is_named: bool, text_field: str) -> Iterator[bytes]:
         try:
             entry = json.loads(line)
         except ValueError as error:
-            raise InputError(f"--text {file}: line {number} is no JSON: {error}") from error
+            raise InputError(f"--text {file}: line {number} is not JSON: {error}") from error
         if not isinstance(entry, dict) or not isinstance(entry.get(text_field), str):
             fields = ", ".join(entry) if isinstance(entry, dict) else type(entry).__name__
             raise InputError(

@@ -1,6 +1,6 @@
 """transformers' `Trainer` over sharded models and optimizers: a mixin for it and for trainers derived from it.
 
-The program stays as it is; the mixin changes methods that Trainer documents for subclasses: which model and
+The program stays unchanged; the mixin changes methods that Trainer documents for subclasses: which model and
 optimizer are built, what is written with the weights, and read again. Needs `scale-train[transformers]`.
 """
 

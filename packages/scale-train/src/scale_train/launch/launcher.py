@@ -116,7 +116,7 @@ def start_ranks(options: Options, num_ranks: int) -> RunSummary | RankExit:
 
 
 def _started_rank(options: Options) -> RunSummary | RankExit | None:
-    """Returns the rank's expected end, which is no failure of the process, or the summary of rank 0."""
+    """Returns the rank's expected end, which is not a failure of the process, or the summary of rank 0."""
     open_standard_streams()
     # Until the loop catches it, Ctrl-C ends the rank at once: it may wait for one that has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -19,7 +19,7 @@ def _export(options: ExportOptions) -> int:
     trained = open_trained_model(options.run)
     if isinstance(trained.model, GPT):
         raise InputError(
-            f"{options.run}: the GPT of --size is no model of transformers; its tensors are written by "
+            f"{options.run}: the GPT of --size is not a model of transformers; its tensors are written by "
             f"scale-train snapshot consolidate {options.run} model.safetensors"
         )
     tokenizer = trained.open_tokenizer(options.tokenizer)

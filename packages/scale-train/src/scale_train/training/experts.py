@@ -50,7 +50,7 @@ class ExpertBalance:
         self._counts[block] += torch.cat([layer.tokens_per_expert, layer.dropped.view(1)])
 
     def stats(self, group: Group) -> dict[str, float]:
-        """Returns the fields of a `StepRecord` on experts, over all ranks, and begins anew; all ranks call it.
+        """Returns the fields of a `StepRecord` on experts, over all ranks, and starts over; all ranks call it.
 
         Ranks that divide layers have the same tokens, and each of them counts these. All tokens are counted equally
         often, and the fields are ratios of counts.

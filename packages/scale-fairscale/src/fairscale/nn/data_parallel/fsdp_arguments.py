@@ -88,7 +88,7 @@ def warn_of_arguments(given: Mapping[str, Any]) -> None:
     """Warns of the arguments that have no effect, or another name.
 
     Raises:
-        TypeError: `process_group_reduce_scatter` is no group.
+        TypeError: `process_group_reduce_scatter` is not a group.
     """
     group = given["process_group_reduce_scatter"]
     if group is not None and not _is_group(group):

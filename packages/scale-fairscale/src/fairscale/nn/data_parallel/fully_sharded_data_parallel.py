@@ -75,7 +75,7 @@ class FullyShardedDataParallel(WrapperAttributes):
         allow_reset_parameters: Lets `reset_parameters()` run, on full parameters.
 
     Raises:
-        TypeError: `process_group_reduce_scatter` is no group.
+        TypeError: `process_group_reduce_scatter` is not a group.
         ValueError: `fp32_reduce_scatter` without `mixed_precision`; as for `scale_fsdp.fully_shard`.
     """
 
@@ -217,7 +217,7 @@ class FullyShardedDataParallel(WrapperAttributes):
 
         As in FairScale the argument is changed, so that the full state is released although the program still has the
         argument: pass `copy.deepcopy(full)` to keep it. Like this rank's own `optim.state_dict()` the shard says which
-        elements it has, and is refused where others are held. A shard is returned as it is.
+        elements it has, and is refused where others are held. A shard is returned unchanged.
 
         Returns:
             The argument.
@@ -241,7 +241,7 @@ class FullyShardedDataParallel(WrapperAttributes):
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
     def reset_parameters(self) -> None:
-        """Has the module initialize its full parameters anew.
+        """Has the module initialize its full parameters again.
 
         Raises:
             RuntimeError: `allow_reset_parameters` was not given.

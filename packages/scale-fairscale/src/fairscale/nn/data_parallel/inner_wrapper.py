@@ -12,7 +12,7 @@ from scale_fsdp.runtime.unit import unit_of
 
 
 class InnerWrapper(FlattenParamsWrapper):
-    """What FairScale has between a wrapper and the module: shows its flat parameters, and is no step itself."""
+    """What FairScale has between a wrapper and the module: shows its flat parameters, and is not a step itself."""
 
     def __init__(self, module: nn.Module, *, is_flattened: bool) -> None:
         nn.Module.__init__(self)

@@ -1,7 +1,7 @@
 """`FlattenParamsWrapper`: a module whose parameters are views of a few flat ones, on one process.
 
 The parameters that a flat one holds are no parameters of their modules any more: they are plain tensors there, views of
-the flat one that are made anew before each forward, so that gradients reach it. State dicts have the plain names, from
+the flat one that are made again before each forward, so that gradients reach it. State dicts have the plain names, from
 inside the module, or the flat ones (`flat_state_dict`).
 """
 
@@ -47,7 +47,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterType):
         requires_grad: As for `nn.Parameter`.
 
     Raises:
-        ValueError: There are none; or one is no parameter, or is flat itself.
+        ValueError: There are none; or one is not a parameter, or is flat itself.
     """
 
     _param_numels: list[int]

@@ -138,7 +138,7 @@ class GradBucket(Bucket):
         self.params_checked_in = 0
 
     def rebuild(self) -> None:
-        """Makes the memory anew, with zeros, after `collapse`."""
+        """Makes the memory again, with zeros, after `collapse`."""
         if not self.buffer.numel():
             self.buffer = self.buffer.new_zeros(self.max_size)
             params, self._params = self._params, []

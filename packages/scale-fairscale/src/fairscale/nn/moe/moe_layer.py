@@ -53,7 +53,7 @@ class MOELayer(nn.Module):
         """Returns what the experts make of the tokens [s, t, M], and sets `l_aux`; all ranks call it together.
 
         Raises:
-            ValueError: It is no single tensor of three dimensions, an AssertionError, too; or the gate is of another
+            ValueError: It is not a single tensor of three dimensions, an AssertionError, too; or the gate is of another
                 number of experts.
         """
         if len(input) != 1:

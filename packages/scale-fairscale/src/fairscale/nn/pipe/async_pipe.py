@@ -14,7 +14,7 @@ class AsyncPipe(Refused, nn.Module):
 
     why = (
         "its forward returned outputs on one rank and unfinished micro-batches on the others, whose backward "
-        "`back_helper` then drove, and there is no such half step here"
+        "`back_helper` then drove, and that half step does not exist here"
     )
     instead = (
         'pipe = scale_pipe.DistributedPipe(module, "gpipe", balance=balance, chunks=chunks) on all ranks, and '

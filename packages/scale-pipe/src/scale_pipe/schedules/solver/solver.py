@@ -49,7 +49,7 @@ class Solution:
         >>> solution.simulation.schedule.num_micro_batches
         4
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
 
     simulation: ScheduleSimulation
@@ -123,7 +123,7 @@ def solve(
     Raises:
         MemoryCapError: Less than one micro-batch on each stage of a rank fits.
         ValueError: A number is not positive, there are fewer stages than ranks, the placement has other numbers, or the
-            cache is no file of solutions.
+            cache is not a file of solutions.
         OSError: The cache cannot be read or written.
 
     Examples:
@@ -133,7 +133,7 @@ def solve(
         >>> solution.simulation.makespan >= solution.best_bound
         True
 
-    See also: [the guide to pipeline schedules](../guides/pipeline-schedules.md).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     if visits is None:

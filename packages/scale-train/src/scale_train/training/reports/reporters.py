@@ -411,7 +411,7 @@ def initialization_bar(*, shown: bool = True, console: Console | None = None) ->
 
     Args:
         shown: Whether this rank shows anything; one of them is enough.
-        console: Where; None is standard error, so that what a program prints stays its own. Where that is no terminal,
+        console: Where; None is standard error, so that what a program prints stays its own. If it is not a terminal,
             one line stands there in the end.
 
     Examples:
