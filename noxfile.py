@@ -57,8 +57,7 @@ ORDERED: dict[str, list[str]] = {
     ],
     "scale-fsdp": [
         *("test_fsdp_contracts.py", "test_fsdp_recovery.py", "test_skipped_backward.py", "test_step_interrupts.py"),
-        *("test_compared_before_update.py", "test_calls_compared_at_end.py", "test_backward_observers.py"),
-        *("test_step.py", "test_precision.py"),
+        *("test_calls_compared_at_end.py", "test_backward_observers.py", "test_step.py", "test_precision.py"),
     ],
     "scale-oss": [
         *("test_oss.py", "test_reducer.py", "test_one_rank_alone.py"),

@@ -46,7 +46,7 @@ def test_what_injects_a_fault_says_where_and_when() -> None:
 def test_ranks_and_cases_of_a_test_are_read_from_it() -> None:
     found = {test.name: test for test in marked_tests()}
     test = found["test_the_others_abort_the_step_and_all_go_on"]
-    assert (test.package, test.num_cases, test.rows) == ("scale-fsdp", 16, (105,))
+    assert (test.package, test.num_cases, test.ranks, test.rows) == ("scale-fsdp", 4, (2, 3), (105,))
     assert found["test_ranks_wait_for_one_whose_reads_fail_for_a_moment"].ranks == (2,)
     cell = found["test_nothing_is_lost_with_a_rank_wherever_it_is"].cell(6)
     assert "tp: 2 ranks, rank 0 killed at all_gather in backward of step 5" in cell and "in the soak" in cell

@@ -116,7 +116,7 @@ class Case:
     wrapper: bool = False
     placement: tuple[tuple[str, bool], ...] = ()
     replicas: int = 1
-    steps: int = 5
+    steps: int = 3
 
     def build(self) -> Net:
         torch.manual_seed(7)

@@ -151,7 +151,7 @@ def assert_trains_as_plain(
     units: Sequence[str],
     step: Step,
     *,
-    steps: int = 4,
+    steps: int = 3,
     optimizers: Sequence[MakeOptimizer] = (adam, sgd),
     before_step: Callable[[nn.Module, int], None] = lambda model, number: None,
     process_group: GroupLike = None,

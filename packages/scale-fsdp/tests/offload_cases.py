@@ -80,10 +80,7 @@ Step = Callable[[nn.Module, Optimizer, int], None]
 
 
 def assert_trains_alike(
-    optimizer: Callable[[nn.Module], Optimizer],
-    plain: Callable[[nn.Module], Optimizer],
-    step: Step,
-    steps: int = 4,
+    optimizer: Callable[[nn.Module], Optimizer], plain: Callable[[nn.Module], Optimizer], step: Step, steps: int = 4
 ) -> None:
     """Trains two copies of a network by `step`, and compares weights and states to the bit."""
     mine, theirs = twins()

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-from fsdp_parity import noise
+from together import together
 from torch import nn
 
-from scale_check.exact import gather_values
 from scale_fsdp import FullyShardedDataParallel, ShardOptions, full_state_dict, fully_shard, reshard_to
 
 
@@ -64,16 +63,16 @@ ASSIGNMENTS = {
 }
 
 
-@pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("how", ASSIGNMENTS)
-def test_what_is_put_into_a_sharded_model_fails_the_next_forward(how, has_run):
+def test_what_is_put_into_a_sharded_model_fails_the_next_forward(how):
     change, expected = ASSIGNMENTS[how]
-    whole = model()
-    if has_run:
-        run(whole)
-    change(whole)
-    with pytest.raises(RuntimeError, match=expected):
-        run(whole)
+    for has_run in (False, True):
+        whole = model()
+        if has_run:
+            run(whole)
+        change(whole)
+        with pytest.raises(RuntimeError, match=expected):
+            run(whole)
 
 
 def test_a_copy_of_a_sharded_model_finds_what_is_put_into_it():
@@ -100,19 +99,17 @@ REPLACERS = {
 }
 
 
-@pytest.mark.parametrize("how", REPLACERS)
+@together("how", REPLACERS)
 @pytest.mark.ranks(2)
 def test_an_assigned_parameter_is_found_before_it_is_replaced(how):
     whole = model()
     run(whole)
     whole.body[0].weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"another tensor stands in the place of 'body.0.weight', by an assign"):
         REPLACERS[how](whole)
-    message = str(caught.value)
-    assert "another tensor stands in the place of 'body.0.weight', by an assignment" in message
 
 
-@pytest.mark.parametrize("how", ["summon_full_params", "apply", "unshard", "forward"])
+@together("how", ["summon_full_params", "apply", "unshard", "forward"])
 @pytest.mark.ranks(1, 2)
 def test_a_parameter_assigned_while_its_unit_is_full_is_found(how):
     def assign(module: nn.Module) -> None:
@@ -120,7 +117,7 @@ def test_a_parameter_assigned_while_its_unit_is_full_is_found(how):
 
     whole = model()
     run(whole)
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=r"another tensor stands in the place of 'head.weight', by an assign"):
         if how == "summon_full_params":
             with whole.summon_full_params():
                 assign(whole)
@@ -133,8 +130,6 @@ def test_a_parameter_assigned_while_its_unit_is_full_is_found(how):
         else:
             whole.recurrent.register_forward_hook(lambda *_: assign(whole))
             run(whole)
-    message = str(caught.value)
-    assert "another tensor stands in the place of 'head.weight', by an assignment" in message
 
 
 def test_what_brings_no_parameters_may_be_put_in():
@@ -164,18 +159,17 @@ def test_a_module_that_sets_its_own_weights_is_left_alone(flatten):
     run(whole)
 
 
-@pytest.mark.parametrize("name", ["embed.weight", "body.0.weight"])
+@together("name", ["embed.weight", "body.0.weight"])
 @pytest.mark.ranks(1)
 def test_memory_that_was_swapped_is_found_by_the_next_forward(name):
     whole = model()
     run(whole)
     param = whole.get_parameter(name)
     param.data = torch.zeros_like(param)
-    with pytest.raises(RuntimeError, match="has got other memory since it was sharded") as caught:
+    with pytest.raises(
+        RuntimeError, match=rf"(?s)^'{name}' of .*has got other memory since it was sharded.*param\.copy_\(values\)"
+    ):
         run(whole)
-    (message,) = gather_values(str(caught.value))
-    assert message.startswith(f"'{name}' of ")
-    assert "param.copy_(values)" in message
 
 
 @pytest.mark.ranks(2)
@@ -198,4 +192,3 @@ def test_values_may_be_written_in_place():
     whole.load_state_dict(whole.state_dict())
     whole.float()
     run(whole)
-    assert noise(1).shape == (1,)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import scale_fsdp.offload.backward
+from scale_check.exact import assert_equal
 from scale_core import StepError
 from scale_core.comm.group import group_of
 from scale_core.hooks.gradients import register_grad_published_hook, register_reduced_grad_hook
@@ -179,8 +180,7 @@ def test_an_overlapped_step_uses_gradients_during_the_pass() -> None:
             ours.step()
             other.step()
             other.zero_grad()
-            for one, plain in zip(mine.parameters(), theirs.parameters(), strict=True):
-                assert torch.equal(one, plain)
+            assert_equal(mine, theirs)
 
 
 @pytest.mark.ranks(2)

@@ -5,10 +5,8 @@ import torch
 from fsdp_parity import noise
 from torch import nn
 
-from scale_fsdp import (
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from scale_check.exact import assert_equal
+from scale_fsdp import MixedPrecisionPolicy, fully_shard
 from scale_fsdp.runtime.unit import unit_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -54,8 +52,7 @@ def test_batch_norms_train_as_in_the_plain_model():
         outputs.append(each(batch(rank)))
         outputs[-1].square().mean().backward()
     assert torch.equal(*outputs), "other outputs"
-    for (name, ours), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
-        assert torch.equal(ours, theirs), f"{name} differs"
+    assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
     mean = plain[1].weight.grad.clone()
     torch.distributed.all_reduce(mean)
     unit = unit_of(model[1])
@@ -72,12 +69,7 @@ def test_batch_norms_keep_fp32_in_a_bf16_model_and_hand_bf16_on():
     for part in (model[1], model[3][1], model[4]):
         part.register_forward_hook(
             lambda module, args, output: seen.append(
-                (
-                    [param.dtype for param in module.parameters()],
-                    module.running_mean.dtype,
-                    args[0].dtype,
-                    output.dtype,
-                )
+                ([param.dtype for param in module.parameters()], module.running_mean.dtype, args[0].dtype, output.dtype)
             )
         )
     model(batch(0)).float().sum().backward()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fsdp_parity import noise, sharded
+from together import together
 from torch import nn
 
 from scale_fsdp import fully_shard
@@ -30,7 +31,7 @@ def refused(model: nn.Module, call) -> str:
 
 
 @pytest.mark.fault(85)
-@pytest.mark.parametrize("reshard", [True, False])
+@together("reshard", [True, False])
 @pytest.mark.ranks(2)
 def test_a_module_called_past_its_unit_is_refused(reshard):
     message = refused(
@@ -42,7 +43,7 @@ def test_a_module_called_past_its_unit_is_refused(reshard):
     assert "call the Model itself, model(...)" in message
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@together("reshard", [True, False])
 @pytest.mark.ranks(2)
 def test_forward_in_place_of_the_call_is_refused(reshard):
     message = refused(

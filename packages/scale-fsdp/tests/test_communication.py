@@ -16,6 +16,7 @@ from fsdp_cases import Net, accumulate, batch, loss_of
 from fsdp_parity import assert_same_grads
 from quantized_reference import QuantizedReference
 from shard_arguments import shard_arguments
+from together import together
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -225,7 +226,7 @@ def test_a_quantized_model_is_resharded() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize(
+@together(
     "case",
     [
         Quantized(dataclasses.replace(FEEDBACK, node_size=2), options={"limit_seconds": 20.0}),
@@ -233,7 +234,6 @@ def test_a_quantized_model_is_resharded() -> None:
             CommunicationPolicy(replicate=INT4, error_feedback=True), replicas=2, options={"limit_seconds": 20.0}
         ),
     ],
-    ids=["nodes", "replicas"],
 )
 @pytest.mark.ranks(4)
 def test_an_aborted_pass_leaves_error_feedback_as_it_was(case: Quantized) -> None:
@@ -402,7 +402,7 @@ def test_a_scaler_refuses_errors_in_another_unit_than_its_own() -> None:
         with pytest.raises(ValueError, match="was not scaled by this scaler on this rank") as caught:
             scaler.step(optimizer)
         assert "'weight'" in str(caught.value)
-        assert all(map(torch.equal, before, model.parameters()))
+        assert_equal([*model.parameters()], before)
         if other.is_enabled():
             other.step(optimizer)
             other.update()
@@ -422,15 +422,14 @@ def _policy(**options: Any) -> dict[str, Any]:
     return {"communication": CommunicationPolicy(**options)}
 
 
-@pytest.mark.parametrize(
-    ("by_rank", "text", "also_unsynced"),
+@together(
+    "by_rank, text, also_unsynced",
     [
         ([_policy(gather="float8_e4m3"), _policy(gather="int8")], "float8_e4m3", False),
         ([_policy(gather="int8", node_size=size) for size in (2, 1)], "node_size=1", True),
         ([_policy(gather="int8", node_size=size) for size in (2, None)], "node_size=None", False),
         ([{"reshard_after_forward": 1}, {"reshard_after_forward": 2}], "reshard_after_forward=1", True),
     ],
-    ids=["format", "node_size", "node_size None", "reshard_after_forward"],
 )
 @pytest.mark.ranks(2)
 def test_ranks_with_different_policies_are_refused_early(by_rank: Any, text: str, also_unsynced: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_cases import Net, batch, loss_of
+from together import together
 from torch import nn
 
 from scale_check.exact import assert_equal
@@ -69,7 +70,7 @@ def test_compiled_blocks_train_as_plain_ones() -> None:
     train_all("wrapped")
 
 
-@pytest.mark.parametrize("way", ["wrapped", "in place, before"])
+@together("way", ["wrapped", "in place, before"])
 @pytest.mark.ranks(2)
 def test_one_graph_serves_all_blocks_and_one_the_evaluation(way: str) -> None:
     """How many graphs there are after each of three steps, and after an evaluation."""

@@ -17,10 +17,7 @@ from scale_fsdp.state_dict.local import consolidate_local_state_dicts, consolida
 
 Shards = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
-LAYOUTS = {
-    "units": Layout(wrapping="units"),
-    "flat": Layout(wrapping="head first", atom="element", flatten=True),
-}
+LAYOUTS = {"units": Layout(wrapping="units"), "flat": Layout(wrapping="head first", atom="element", flatten=True)}
 WORLD = 3
 
 
@@ -28,17 +25,12 @@ def save() -> dict[str, Any]:
     return {name: layout.shard(Awkward(4)).local_state_dict() for name, layout in LAYOUTS.items()}
 
 
-def metadata_of(state: Any) -> dict[str, Any]:
-    found: dict[str, Any] = state._metadata[""][LOCAL_METADATA]
-    return found
-
-
 @pytest.fixture(scope="module")
 def saved() -> dict[str, Shards]:
     """What three ranks have saved; in this process there is no process group."""
     ranks = run_ranks(save, WORLD)
     states = {name: [rank[name] for rank in ranks] for name in LAYOUTS}
-    return {name: (each, [metadata_of(state) for state in each]) for name, each in states.items()}
+    return {name: (each, [state._metadata[""][LOCAL_METADATA] for state in each]) for name, each in states.items()}
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -75,20 +67,8 @@ def without(shards: Shards, rank: int) -> Shards:
     return weights[:rank] + weights[rank + 1 :], metadata[:rank] + metadata[rank + 1 :]
 
 
-def other_world(metadata: dict[str, Any]) -> None:
-    metadata["world_size"] = 4
-
-
-def other_shape(metadata: dict[str, Any]) -> None:
-    metadata["parameters"]["body.0.weight"]["shape"] = [5, 6]
-
-
-def other_cut(metadata: dict[str, Any]) -> None:
-    metadata["parameters"]["embed.weight"]["start"] += 1
-
-
-def other_end(metadata: dict[str, Any]) -> None:
-    metadata["parameters"]["embed.weight"]["stop"] -= 1
+def shift(metadata: dict[str, Any], bound: str, by: int) -> None:
+    metadata["parameters"]["embed.weight"][bound] += by
 
 
 MISFITS: dict[str, Callable[[Shards], Shards]] = {
@@ -105,13 +85,13 @@ MISFITS: dict[str, Callable[[Shards], Shards]] = {
 }
 
 DAMAGES: dict[str, tuple[int, Callable[[dict[str, Any]], None]]] = {
-    "the shards of one run, got some of 3 and some of 4 ranks": (2, other_world),
+    "the shards of one run, got some of 3 and some of 4 ranks": (2, lambda data: data.update(world_size=4)),
     r"different models; first, 'body.0.weight': \(6, 5\) torch.float32 on rank 0, \(5, 6\) torch.float32 on rank 1": (
         1,
-        other_shape,
+        lambda data: data["parameters"]["body.0.weight"].update(shape=[5, 6]),
     ),
-    "'embed.weight': rank 1 holds elements .*, expected it to go on from": (1, other_cut),
-    "'embed.weight': (the ranks hold 34 of 35 elements|rank 2 holds)": (2, other_end),
+    "'embed.weight': rank 1 holds elements .*, expected it to go on from": (1, lambda data: shift(data, "start", 1)),
+    "'embed.weight': (the ranks hold 34 of 35 elements|rank 2 holds)": (2, lambda data: shift(data, "stop", -1)),
 }
 
 

@@ -1,6 +1,7 @@
 """A sharded model changes its dtype and its device as a plain one does, and an optimizer goes on with it."""
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -87,20 +88,22 @@ def test_on_one_rank_a_conversion_is_that_of_a_plain_model(name: str, layout: st
 def test_a_model_converted_later_trains_as_one_converted_before():
     """Converted and trained: as if the model had been converted before it was sharded."""
     rank = group_of().rank
-    for name, convert in CONVERSIONS.items():
-        for layout, kwargs in LAYOUTS.items():
-            expected = sharded(convert(Model()), ["head", ""], **kwargs)
-            model = sharded(Model(), ["head", ""], **kwargs)
-            optimizer = adam(model)
-            model.eval()
-            model(noise(4, 3))  # So that there is something to be stale.
-            convert(model)
-            expected.eval()
-            train(expected, adam(expected), rank)
-            train(model, optimizer, rank)
-            assert_equal(model, expected, f"{name}, {layout}")
-            shards = [shard_of(param) for param in model.parameters()]
-            assert None not in shards and shards == [shard_of(param) for param in expected.parameters()]
+    for number, (name, layout) in enumerate(itertools.product(CONVERSIONS, LAYOUTS)):
+        if number % 2 != group_of().size % 2:
+            continue
+        convert, kwargs = CONVERSIONS[name], LAYOUTS[layout]
+        expected = sharded(convert(Model()), ["head", ""], **kwargs)
+        model = sharded(Model(), ["head", ""], **kwargs)
+        optimizer = adam(model)
+        model.eval()
+        model(noise(4, 3))  # So that there is something to be stale.
+        convert(model)
+        expected.eval()
+        train(expected, adam(expected), rank)
+        train(model, optimizer, rank)
+        assert_equal(model, expected, f"{name}, {layout}")
+        shards = [shard_of(param) for param in model.parameters()]
+        assert None not in shards and shards == [shard_of(param) for param in expected.parameters()]
     model = sharded(Model(), ["head", ""])
     with model.no_sync():
         model(noise(4, 3, seed=rank)).sum().backward()
@@ -180,7 +183,7 @@ def test_a_conversion_in_use_is_refused_and_changes_nothing(around):
     handle.remove()
     with model.no_sync(), pytest.raises(RuntimeError, match=r"between a forward and its backward, or inside no_sync"):
         outer.half()
-    assert all(torch.equal(now, then) for now, then in zip(outer.parameters(), before, strict=True))
+    assert_equal([*outer.parameters()], before)
     loss = outer(noise(4, 3)).sum()
     outer.double()
     with pytest.raises(RuntimeError, match=r"changed between its forward and its backward, .* a conversion"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fsdp_cases import Net, batch, loss_of
 from fsdp_parity import noise, sharded
+from together import together
 from torch import nn
 
 from scale_check.exact import gather_values
@@ -13,29 +14,20 @@ from scale_core.comm.group import group_of
 from scale_core.flat.live_buffers import live_buffers
 from scale_core.hooks.gradients import register_local_grad_hook
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, describe, fully_shard
-from scale_fsdp.description import Description
+from scale_fsdp.description import DescribedBuffer, DescribedUnit, Description, format_table, size_text
 
 GPT_UNITS = ["blocks.0", "blocks.1", "blocks.2", ""]
 
 
-def described() -> Description:
-    """What rank 0 of two says; the other one may differ in what its elements that train take, and in nothing else."""
-    first, second = run_ranks(describe_gpt, 2)
-    root, same = (replace(description.units[0].buffers[0], trained_bytes=0) for description in (first, second))
-    assert root == same
-    return first
-
-
-def describe_gpt() -> Description:
-    torch.manual_seed(7)
-    model = sharded(Net(), GPT_UNITS, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    return describe(model)
-
-
-def test_units_are_told_with_their_parameters_dtypes_and_padding():
-    plain, description = Net(), described()
+@pytest.mark.ranks(2)
+def test_units_are_told_with_their_dtypes_padding_and_bytes():
+    plain = Net()
+    model = sharded(plain, GPT_UNITS, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    description, other = gather_values(describe(model))
+    # The other rank may differ in what its elements that train take, and in nothing else.
+    first, second = (replace(each.units[0].buffers[0], trained_bytes=0) for each in (description, other))
+    assert first == second
     assert description.model_class == "Net"
     assert [(unit.name, unit.module_class) for unit in description.units] == [
         ("", "Net"),
@@ -51,17 +43,13 @@ def test_units_are_told_with_their_parameters_dtypes_and_padding():
     assert buffer.num_ranks == 2 and buffer.device == torch.device("cpu") and buffer.trains
     assert 2 * buffer.shard_numel == buffer.num_elements + buffer.padding
     assert description.num_elements == sum(param.numel() for param in plain.parameters())
-
-
-def test_bytes_follow_from_the_layout():
-    description = described()
     root, *blocks = (unit.buffers[0] for unit in description.units)
     assert description.shards == 4 * (root.shard_numel + 3 * blocks[0].shard_numel)
     # The root, one block, and the next one that is fetched ahead; in bf16, by both ranks' elements.
     assert description.gathered_at_most == 2 * 2 * (root.shard_numel + 2 * blocks[0].shard_numel)
     assert description.flat_gradients_at_most == 4 * 2 * max(root.shard_numel, blocks[0].shard_numel)
     assert description.gradients == description.state_of_elementwise_optimizer
-    whole = 4 * sum(param.numel() for param in Net().parameters())
+    whole = 4 * description.num_elements
     assert whole / 2 - 4 * 60 <= description.gradients <= description.shards
 
 
@@ -97,7 +85,7 @@ def test_the_numbers_are_those_of_a_training():
     assert gradients == description.gradients and states == description.state_of_elementwise_optimizer
 
 
-@pytest.mark.parametrize(("reshard", "num_units"), [(True, 2), (False, 4)])
+@together("reshard, num_units", [(True, 2), (False, 4)])
 @pytest.mark.ranks(0, 2)
 def test_units_that_stay_gathered_count_all_the_time(reshard: bool, num_units: int) -> None:
     plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
@@ -186,3 +174,88 @@ def test_printing_works_where_parameters_are_flat(around):
     plain = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     model = sharded(plain, [""] if around else ["0", ""], flatten_parameters=True)
     assert "sharded: parameters() yields 1/1 of" in repr(model)
+
+
+# As a table that people read.
+
+CPU = torch.device("cpu")
+FULL, HALF = torch.float32, torch.bfloat16
+
+
+def told_buffer(
+    *names: str,
+    numel: int,
+    trains: bool = True,
+    cut: tuple[str, ...] = (),
+    copies: int = 1,
+    compute: torch.device = CPU,
+    kept: int = 0,
+) -> DescribedBuffer:
+    shard = -(-numel // 2)
+    return DescribedBuffer(
+        names, numel, shard, 2 * shard - numel, 2, copies, FULL, HALF, FULL, CPU, compute, trains,
+        4 * shard, 2 * 2 * shard, kept, 4 * 2 * shard, 4 * shard * trains, cut,
+    )  # fmt: skip
+
+
+def test_it_reads_as_a_table():
+    first = DescribedUnit(
+        "embed", "Embedding", (told_buffer("embed.weight", numel=12345, cut=("embed.weight",)),), False, (), ("",)
+    )
+    second = DescribedUnit(
+        "body", "Block", (told_buffer("a", "b", numel=2000, trains=False), told_buffer("c", numel=10)), True, (), ("",)
+    )
+    root = DescribedUnit("", "Model", (), True, ("embed",), ())
+    description = Description(
+        "Model", (root, first, second), 28_712, 57_000, 24_712, 49_384, 24_712, {"backward": ("", "body", "embed")}
+    )
+    assert format_table(description) == str(description)
+    assert str(description).splitlines() == [
+        "Model: 3 units, 4 parameters, 14,355 elements on 2 ranks",
+        "parameters() yields this rank's shards of them; scale_core.shard.full_shape(param), full_numel(param) and",
+        "num_parameters(model) count full parameters",
+        "unit   class      parameters  elements  shard  padding  shards in  computes  reduces  lives on",
+        "root   Model               0         0      0        0                                shares with embed",
+        "embed  Embedding           1    12,345  6,173        1  float32    bfloat16  float32  cpu; "
+        "stays gathered after its forward",
+        "body   Block               2     2,000  1,000        0  float32    bfloat16  -        cpu; frozen",
+        "                           1        10      5        0  float32    bfloat16  float32  cpu",
+        "",
+        "memory on this rank",
+        "shards     28.0 KiB  always",
+        "gathered   55.7 KiB  at most, in a forward or backward",
+        "gradients  24.1 KiB  of the shards",
+        "           48.2 KiB  at most beside them, of one unit before it is reduced",
+        "optimizer  24.1 KiB  for each state of an elementwise one: 48.3 KiB with Adam",
+        "",
+        "cut at elements, since rows would pad too much",
+        "  embed.weight",
+        "",
+        "order of use, backward",
+        "  root, body, embed",
+    ]
+
+
+def test_what_lives_at_several_places_says_so():
+    spread = told_buffer("weight", numel=2048, copies=3, compute=torch.device("cuda", 1), kept=1024)
+    lines = str(
+        Description("Model", (DescribedUnit("", "Model", (spread,), True, (), ()),), 0, 0, 0, 0, 0, {})
+    ).splitlines()
+    assert lines[0].endswith("on 6 ranks")
+    assert lines[4].endswith("cpu, computes on cuda:1; 3 copies, each on 2 ranks; 1.0 KiB stay after its forward")
+
+
+def test_sizes_are_written_in_the_unit_that_suits_them():
+    sizes = [0, 1023, 1024, 1536, 5 * 2**20, 7 * 2**30, 3000 * 2**40]
+    assert [size_text(size) for size in sizes] == [
+        "0 B", "1,023 B", "1.0 KiB", "1.5 KiB", "5.0 MiB", "7.0 GiB", "3,000.0 TiB",
+    ]  # fmt: skip
+
+
+def test_long_lists_are_broken_between_names():
+    names = tuple(f"layers.{number}.weight" for number in range(20))
+    unit = DescribedUnit("", "Model", (told_buffer(*names, numel=40, cut=names),), True, (), ())
+    lines = str(Description("Model", (unit,), 0, 0, 0, 0, 0, {})).splitlines()
+    lines = lines[lines.index("cut at elements, since rows would pad too much") + 1 :]
+    assert max(map(len, lines)) <= 102 and len(lines) > 1
+    assert " ".join(line.strip() for line in lines) == ", ".join(names)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
+from through_a_file import through_a_file
 from torch import Tensor, nn
 
 from scale_fsdp import FullyShardedDataParallel, ShardOptions, fully_shard
@@ -59,10 +59,7 @@ def test_a_part_of_a_flat_parameter_is_there_without_values() -> None:
         with pytest.raises((AttributeError, RuntimeError), match=words):
             use(model[0].layer.bias)
     copied = copy.deepcopy(model)
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    for again in (copied, torch.load(file, weights_only=False)):
+    for again in (copied, through_a_file(model, weights_only=False)):
         assert torch.equal(again(x), plain(x)) and "bias=True" in repr(again[0].layer)
         assert again[0].layer.weight._buffer is not model[0].layer.weight._buffer
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -94,12 +94,12 @@ def test_a_registered_method_gathers_its_unit_once():
 @pytest.mark.fault(85)
 @pytest.mark.ranks(2)
 def test_an_unregistered_method_is_refused():
-    messages = []
     model = sharded(Autoencoder(), [""])
     for call in (lambda: model.encode(noise(2, 5)), lambda: model.decode(noise(2, 3))):
-        with pytest.raises(RuntimeError, match="outside of the unit's forward") as caught:
+        with pytest.raises(RuntimeError, match="a Linear of the root unit was called outside of the") as caught:
             call()
-        messages.append(str(caught.value))
+        words = "Where a method of it has called this, register_fsdp_forward_method(model, 'the method')"
+        assert words in str(caught.value)
     model(noise(2, 5)).sum().backward()
     register_fsdp_forward_method(model, "decode")
     with pytest.raises(KeyError, match="as the method says"):
@@ -111,10 +111,6 @@ def test_an_unregistered_method_is_refused():
         model.halve(noise(2, 5))
     model(noise(2, 5)).sum().backward()
     model.decode(noise(2, 3))["x"].sum().backward()
-    encode, decode = messages
-    for message in (encode, decode):
-        assert "a Linear of the root unit was called outside of the unit's forward" in message
-        assert "Where a method of it has called this, register_fsdp_forward_method(model, 'the method')" in message
 
 
 @pytest.mark.ranks(2)
@@ -126,22 +122,17 @@ def test_different_methods_on_two_ranks_are_an_error():
         model.reconstruct(noise(2, 5)).sum().backward()
     kinds = [kind.phase for kind in unit_of(model).root.contract.history.orders]
     assert kinds == ["forward of ", "backward with reduction", "forward of  by reconstruct"]
-    with pytest.raises(ContractError) as caught:
+    with pytest.raises(ContractError, match="the ranks differ in what they ran"):
         (model if dist.get_rank() else model.reconstruct)(noise(2, 5)).sum().backward()
-    message = str(caught.value)
-    assert "the ranks differ in what they ran" in message
 
 
 @pytest.mark.ranks(2)
 def test_a_method_is_found_through_the_wrapper():
-    def under_a_wrapper() -> bool:
-        model = FullyShardedDataParallel(Autoencoder())
-        register_fsdp_forward_method(model, "encode")
-        register_fsdp_forward_method(model.module, "encode")
-        with torch.no_grad():
-            return torch.equal(model.encode(noise(2, 5)), Autoencoder().encode(noise(2, 5)))
-
-    assert under_a_wrapper()
+    model = FullyShardedDataParallel(Autoencoder())
+    register_fsdp_forward_method(model, "encode")
+    register_fsdp_forward_method(model.module, "encode")
+    with torch.no_grad():
+        assert torch.equal(model.encode(noise(2, 5)), Autoencoder().encode(noise(2, 5)))
 
 
 def test_an_interrupted_method_leaves_nothing_open():

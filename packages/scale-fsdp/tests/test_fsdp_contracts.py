@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from fsdp_parity import noise, sharded
 from shard_arguments import shard_arguments
+from together import together
 from torch import Tensor, nn
 
 from scale_check.exact import gather_values
@@ -153,11 +154,9 @@ def test_modules_that_differ_between_ranks_are_refused():
 def test_another_wrapping_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     fully_shard(model[dist.get_rank()])
-    with pytest.raises(ScaleDistributedError) as caught:
+    with pytest.raises(ScaleDistributedError, match=r"(?s)(?=.*rank 0).*rank 1"):
         fully_shard(model)
         model(noise(2, 3))
-    message = str(caught.value)
-    assert "rank 0" in message and "rank 1" in message
 
 
 SETTINGS = {
@@ -243,32 +242,25 @@ def test_after_a_broken_contract_the_model_says_so():
     model = sharded(Choice((3, 3)), ["a", "b", ""])
     with pytest.raises(ContractError):
         model(noise(2, 4), ("ab", "ba")[dist.get_rank()])
-    with pytest.raises(ScaleDistributedError, match="start from the last checkpoint") as caught:
+    with pytest.raises(ScaleDistributedError, match=r"(?s)(?=.*broken).*start from the last checkpoint"):
         model(noise(2, 4), "ab")
-    message = str(caught.value)
-    assert "broken" in message
 
 
 @pytest.mark.ranks(2)
 def test_what_one_rank_raised_stands_in_the_error_of_the_others():
-    def fail_on_one_rank() -> str:
-        model = sharded(Choice((3, 3)), ["a", "b", ""], impatient())
-        model(noise(2, 4), "ab").sum().backward()
-        if dist.get_rank() == 1:
-            model.b.register_forward_pre_hook(lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                model(noise(2, 4), "ab")
-            return "division"
-        with pytest.raises(ScaleDistributedError) as caught:
+    model = sharded(Choice((3, 3)), ["a", "b", ""], impatient())
+    model(noise(2, 4), "ab").sum().backward()
+    if dist.get_rank() == 1:
+        model.b.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(noise(2, 4), "ab")
+    else:
+        with pytest.raises(ScaleDistributedError, match="ZeroDivisionError"):
             model(noise(2, 4), "ab").sum().backward()
-        return str(caught.value)
-
-    message, own = gather_values(fail_on_one_rank())
-    assert own == "division"
-    assert "ZeroDivisionError" in message
+    dist.barrier()  # The other one is alive as long as this one waits.
 
 
-@pytest.mark.parametrize("kinds", ["equal", "other shapes", "in a model"])
+@together("kinds", ["equal", "other shapes", "in a model"])
 @pytest.mark.ranks(2)
 def test_ranks_that_enter_different_units_are_refused(kinds):
     """Two units without a module around them, of one shape or not, or with one: each rank enters another one first."""

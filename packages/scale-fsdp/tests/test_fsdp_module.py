@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fsdp_parity import assert_same_grads, noise, sharded
+from together import together
 from torch import nn
 
 from scale_check.exact import assert_equal
@@ -31,7 +32,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@together("way", WAYS)
 @pytest.mark.ranks(2)
 def test_summoned_parameters_are_full_and_changes_stay(way):
     units, kwargs = WAYS[way]
@@ -55,14 +56,10 @@ def test_summoned_parameters_are_full_and_changes_stay(way):
 
 @pytest.mark.ranks(2)
 def test_without_recursion_units_inside_stay_sharded():
-    def summon_one_level() -> list[list[int]]:
-        model = sharded(perceptron(), ["0", ""])
-        with model.summon_full_params(recurse=False):
-            return [list(local_tensor(p).shape) for p in (model[0].weight, model[2].weight)]
-
-    inner, outer = summon_one_level()
-    assert inner != [7, 5]
-    assert outer == [3, 7]
+    model = sharded(perceptron(), ["0", ""])
+    with model.summon_full_params(recurse=False):
+        inner, outer = (local_tensor(layer.weight).shape for layer in (model[0], model[2]))
+    assert inner != (7, 5) and outer == (3, 7)
 
 
 @pytest.mark.ranks(1, 2)
@@ -122,29 +119,20 @@ def test_no_sync_keeps_gradients_until_the_next_backward_outside():
 
 @pytest.mark.ranks(1, 2)
 def test_gradients_that_wait_under_no_sync_can_be_dropped():
-    def same(ours: list[torch.Tensor | None], theirs: list[torch.Tensor | None]) -> bool:
-        return all(
-            (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
-            for a, b in zip(ours, theirs, strict=True)
-        )
-
-    def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-        return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
-
-    def drop_what_waits(how: str, reshard: bool) -> None:
-        """A micro-batch under `no_sync` is dropped, by `zero_grad`; then one step as if it had not been."""
-        around = FullyShardedDataParallel if how == "of the wrapper" else nn.Identity
-        units = ["0", "2"] if around is FullyShardedDataParallel else ["0", "2", ""]
+    """A micro-batch under `no_sync` is dropped, by `zero_grad`; then one step as if it had not been."""
+    ways = ("of the model", "of the wrapper", "of the optimizer", "of torch's class")
+    for how, reshard in itertools.product(ways, (True, False)):
+        units = ["0", "2"] if how == "of the wrapper" else ["0", "2", ""]
         model, fresh = (sharded(perceptron(), units, reshard_after_forward=reshard) for _ in range(2))
-        if around is FullyShardedDataParallel:
-            model, fresh = around(model), around(fresh)
+        if how == "of the wrapper":
+            model, fresh = FullyShardedDataParallel(model), FullyShardedDataParallel(fresh)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with model.no_sync():
             model(noise(2, 5, seed=1)).sum().backward()
         before = [param.detach().clone() for param in model.parameters()]
         with pytest.raises(RuntimeError, match=r"SGD.step\(\): gradients of '0.weight' .*no_sync.*model.zero_grad\(\)"):
             optimizer.step()
-        assert same(before, list(model.parameters())), "the refused step moved the weights"
+        assert_equal([param.detach() for param in model.parameters()], before, "the refused step moved the weights")
         if how == "of torch's class":  # As wrappers call it, which derive a class from the optimizer's.
             torch.optim.Optimizer.zero_grad(optimizer)
         else:
@@ -152,15 +140,11 @@ def test_gradients_that_wait_under_no_sync_can_be_dropped():
         optimizer.step()  # There is nothing to step on, and nothing that waits.
         for each in (model, fresh):
             each(noise(2, 5, seed=3)).sum().backward()
-        assert same(gradients(model), gradients(fresh)), "what was dropped came back"
-
-    ways = ("of the model", "of the wrapper", "of the optimizer", "of torch's class")
-    for how in ways:
-        for reshard in (True, False):
-            drop_what_waits(how, reshard)
+        ours, theirs = ([param.grad for param in each.parameters()] for each in (model, fresh))
+        assert_equal(ours, theirs, "what was dropped came back")
 
 
-@pytest.mark.parametrize("to_none", [True, False])
+@together("to_none", [True, False])
 @pytest.mark.ranks(1, 2)
 def test_an_optimizer_clears_what_waits_of_its_own_parameters(to_none: bool) -> None:
     """An optimizer of one layer clears what waits of that, and leaves the others'; zeros move weights by momentum."""
@@ -252,8 +236,8 @@ def test_a_frozen_flat_parameter_keeps_the_gradient_that_waits():
     assert_same_grads(model, plain)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("reshard", [True, False])
+@together("fused", [False, True])
+@together("reshard", [True, False])
 @pytest.mark.ranks(2)
 def test_a_step_while_units_are_gathered_is_seen(reshard, fused):
     """An optimizer step while units are kept gathered: the next forward must see the new weights."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import _thread
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
 import torch
 from shard_arguments import shard_arguments
+from test_transports import ScaledWeight
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -118,12 +119,28 @@ def test_three_steps_have_no_race(case: str, simulation: Simulation) -> None:
     CASES[case](simulation)
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_an_optimizer_on_the_host_with_many_buckets_has_no_race(
-    overlaps: bool, simulation: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", ["plain", "shards on the host, bf16", "optimizer on the host, early step"])
+def test_a_backward_in_a_thread_of_its_own_has_no_race(case: str) -> None:
+    with simulate(world_size=4, device="sim", races=True, backward_thread=True) as simulation:
+        CASES[case](simulation)
+
+
+@pytest.mark.parametrize("options", [ON_HOST, {"mp_policy": BF16, **ON_HOST}], ids=["fp32", "bf16"])
+def test_shards_on_the_host_of_one_rank_have_no_race(options: dict[str, Any]) -> None:
+    """There no collective comes after the copies, whose wait would be one for them, too."""
+    with simulate(device="sim", races=True):
+        train(sharded("cpu", **options))
+
+
+@pytest.fixture
+def many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_update, offload_backward):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", WIDTH)
+
+
+@pytest.mark.usefixtures("simulation", "many_buckets")
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_optimizer_on_the_host_with_many_buckets_has_no_race(overlaps: bool) -> None:
     model = sharded()
     optimizer = on_host(model.parameters(), overlap_step=overlaps)
     for _ in range(STEPS):
@@ -135,52 +152,61 @@ def test_an_optimizer_on_the_host_with_many_buckets_has_no_race(
         optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("simulation", "many_buckets")
 @pytest.mark.parametrize("options", [{}, {"overlap_step": True}, {"host_fraction": 0.5}], ids=["", "early", "half"])
-def test_an_optimizer_on_the_host_of_plain_parameters_has_no_race(
-    options: dict[str, Any], simulation: Simulation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_on_the_host_of_a_plain_model_has_no_race(options: dict[str, Any]) -> None:
     """Their gradients are transposed, too, and parts of them are copied once more."""
-    for module in (host_update, offload_backward):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", WIDTH)
     weights = [nn.Parameter(torch.randn(WIDTH, WIDTH, device="sim").t()) for _ in range(LAYERS)]
     optimizer = on_host(weights, **options)
     for _ in range(STEPS):
-        x = torch.randn(2, WIDTH, device="sim")
-        for weight in weights:
-            x = x @ weight
-        x.sum().backward()
+        reduce(torch.matmul, weights, torch.randn(2, WIDTH, device="sim")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("case", ["plain", "shards on the host, bf16", "optimizer on the host, early step"])
-def test_a_backward_in_a_thread_of_its_own_has_no_race(case: str) -> None:
-    with simulate(world_size=4, device="sim", races=True, backward_thread=True) as simulation:
-        CASES[case](simulation)
+@pytest.mark.usefixtures("simulation")
+@pytest.mark.parametrize("params, grads", [(True, False), (True, True), (False, True)], ids=["late", "early", "back"])
+def test_gradients_that_come_to_the_host_have_no_race(params: bool, grads: bool) -> None:
+    with torch.device("cpu" if params else "sim"):
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    options: Any = {"move_params_to_cpu": params, "move_grads_to_cpu": grads, "compute_device": "sim"}
+    for index in range(LAYERS):
+        model[index] = FullyShardedDataParallel(model[index], **options)
+    train(FullyShardedDataParallel(model, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}, ON_HOST], ids=["plain", "bf16", "shards on the host"])
-def test_accumulation_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
-    model = sharded("cpu" if "compute_device" in options else "sim", **options)
-    assert isinstance(model, FSDPModule)
+def run(model: nn.Module) -> Tensor:
+    output: Tensor = model(torch.randn(2, WIDTH, device="sim"))
+    return output
+
+
+def zero(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.data.zero_()
+
+
+def gather_layers(model: nn.Module) -> None:
+    for layer in model.children():
+        assert isinstance(layer, FSDPModule)
+        layer.unshard()
+        layer.reshard()
+
+
+def accumulates(model: FSDPModule) -> None:
     optimizer = adamw(model.parameters())
     for _ in range(STEPS):
         for is_last in (False, True):
             model.set_requires_gradient_sync(is_last)
-            model(torch.randn(2, WIDTH, device="sim")).sum().backward()
+            run(model).sum().backward()
         scale_core.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
-def test_evaluation_and_full_parameters_have_no_race(options: dict[str, Any], simulation: Simulation) -> None:
-    model = sharded("cpu" if options else "sim", **options)
-    assert isinstance(model, FSDPModule)
-
+def evaluates(model: FSDPModule) -> None:
     def look() -> None:
         with torch.no_grad():
-            model(torch.randn(2, WIDTH, device="sim"))
+            run(model)
         for param in model.parameters():
             param.data.mul_(0.9)
         model.unshard()
@@ -190,100 +216,81 @@ def test_evaluation_and_full_parameters_have_no_race(options: dict[str, Any], si
     train(model, after=look)
 
 
-@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
-def test_a_write_after_a_gather_by_hand_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
-    model = sharded("cpu" if options else "sim", **options)
+def writes_after_a_gather_by_hand(model: FSDPModule) -> None:
     train(model)
-    for layer in model.children():
-        assert isinstance(layer, FSDPModule)
-        layer.unshard()
-        layer.reshard()
-    for param in model.parameters():
-        param.data.zero_()
+    gather_layers(model)
+    zero(model.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
-def test_a_step_after_a_forward_without_a_backward_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
-    model = sharded("cpu" if options else "sim", **options)
+def steps_after_a_forward_without_a_backward(model: FSDPModule) -> None:
     optimizer = adamw(model.parameters())
     for _ in range(STEPS):
-        model(torch.randn(2, WIDTH, device="sim")).sum().backward()
-        model(torch.randn(2, WIDTH, device="sim"))
+        run(model).sum().backward()
+        run(model)
         optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
-def test_an_average_of_weights_has_no_race(options: dict[str, Any], simulation: Simulation) -> None:
-    model = sharded("cpu" if options else "sim", **options)
-    assert isinstance(model, FSDPModule)
+def averages(model: FSDPModule) -> None:
     average = ShardedEMA(model, decay=0.9)
-
-    def gather() -> None:
-        for layer in model.children():
-            assert isinstance(layer, FSDPModule)
-            layer.unshard()
-            layer.reshard()
 
     def look() -> None:
         average.update()
-        gather()
-        model(torch.randn(2, WIDTH, device="sim"))
+        gather_layers(model)
+        run(model)
         with average.swapped():
-            gather()
-            model(torch.randn(2, WIDTH, device="sim"))
+            gather_layers(model)
+            run(model)
 
     train(model, after=look)
 
 
-@pytest.mark.parametrize("options", [ON_HOST, {"mp_policy": BF16, **ON_HOST}], ids=["fp32", "bf16"])
-def test_shards_on_the_host_of_one_rank_have_no_race(options: dict[str, Any]) -> None:
-    """There no collective comes after the copies, whose wait would be one for them, too."""
-    with simulate(device="sim", races=True):
-        train(sharded("cpu", **options))
-
-
-@pytest.mark.parametrize("params, grads", [(True, False), (True, True), (False, True)], ids=["late", "early", "back"])
-def test_gradients_that_come_to_the_host_have_no_race(params: bool, grads: bool, simulation: Simulation) -> None:
-    with torch.device("cpu" if params else "sim"):
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    options: Any = {"move_params_to_cpu": params, "move_grads_to_cpu": grads, "compute_device": "sim"}
-    for index in range(LAYERS):
-        model[index] = FullyShardedDataParallel(model[index], **options)
-    train(FullyShardedDataParallel(model, **options))
-
-
-@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
-def test_after_a_failed_backward_there_is_no_race(options: dict[str, Any], simulation: Simulation) -> None:
-    model = sharded("cpu" if options else "sim", **options)
-
-    def fail(_: Tensor) -> None:
-        raise KeyError("hook")
-
+def fails_in_backward(model: FSDPModule) -> None:
     for _ in range(STEPS):
-        x = model(torch.randn(2, WIDTH, device="sim"))
+        x = run(model)
         hidden = torch.randn(2, WIDTH, device="sim", requires_grad=True)
         hidden.register_hook(fail)
         with pytest.raises(KeyError, match="hook"):
             (x + model(hidden)).sum().backward()
-        for param in model.parameters():
-            param.data.zero_()
+        zero(model.parameters())
         train(model)
 
 
-@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
-def test_states_that_are_written_to_have_no_race(options: dict[str, Any], simulation: Simulation) -> None:
-    model = sharded("cpu" if options else "sim", **options)
+def fail(_: Tensor) -> None:
+    raise KeyError("hook")
 
+
+def writes_to_its_state(model: FSDPModule) -> None:
     def write() -> None:
-        model(torch.randn(2, WIDTH, device="sim"))
-        for shard in sharded_state_dict(model).values():
-            shard.tensor.zero_()
+        run(model)
+        zero(shard.tensor for shard in sharded_state_dict(model).values())
 
     train(model, after=write)
 
 
+@pytest.mark.usefixtures("simulation")
+@pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        accumulates,
+        evaluates,
+        writes_after_a_gather_by_hand,
+        steps_after_a_forward_without_a_backward,
+        averages,
+        fails_in_backward,
+        writes_to_its_state,
+    ],
+)
+def test_a_program_has_no_race(program: Callable[[Any], None], options: dict[str, Any]) -> None:
+    program(sharded("cpu" if options else "sim", **options))
+
+
+def test_accumulation_in_bf16_has_no_race(simulation: Simulation) -> None:
+    accumulates(sharded(mp_policy=BF16))  # type: ignore[arg-type]  # fully_shard has made it one
+
+
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_a_buffer_that_is_loaded_released_early_or_discarded_has_no_race(num_ranks: int) -> None:
+def test_a_buffer_released_early_or_discarded_has_no_race(num_ranks: int) -> None:
     with simulate(world_size=num_ranks, device="sim", races=True):
         group, weight = group_of(), torch.randn(WIDTH, WIDTH)
         devices = DevicePolicy(torch.device("cpu"), torch.device("sim", 0))
@@ -301,18 +308,6 @@ def test_a_buffer_that_is_loaded_released_early_or_discarded_has_no_race(num_ran
             buffer.wait_sent()
 
 
-class CastWeight:
-    """fp8 as torchao computes with it."""
-
-    dtype = torch.float8_e4m3fn
-
-    def scale(self, amax: Tensor) -> Tensor:
-        return 448.0 / amax.clamp(min=1e-12)
-
-    def cast(self, values: Tensor, scale: Tensor, out: Tensor) -> None:
-        out.copy_((values * scale).clamp(-448, 448).to(self.dtype).view(torch.uint8))
-
-
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("copies_shard", [False, True])
 def test_a_gather_in_fp8_has_no_race(offloads: bool, copies_shard: bool, simulation: Simulation) -> None:
@@ -320,8 +315,7 @@ def test_a_gather_in_fp8_has_no_race(offloads: bool, copies_shard: bool, simulat
     weight = torch.randn(WIDTH, WIDTH, device="cpu" if offloads else "sim")
     layout = FlatLayout.plan(["weight"], [(WIDTH, WIDTH)], group.size)
     devices = DevicePolicy(torch.device("cpu"), torch.device("sim", 0)) if offloads else DevicePolicy()
-    weights: Any = [CastWeight()]
-    policy = WirePolicy(float8=weights)
+    policy = WirePolicy(float8=[ScaledWeight()])
     buffer = FlatBuffer(["weight"], [weight], layout, group, devices=devices, transport_policy=policy)
     for _ in range(STEPS):
         buffer.gather(tag=1 << 21, copies_shard=copies_shard)
@@ -334,7 +328,7 @@ def test_a_gather_in_fp8_has_no_race(offloads: bool, copies_shard: bool, simulat
         buffer.shard.zero_()
 
 
-def test_a_pass_that_autograd_drops_late_is_aborted_by_the_next(
+def test_a_pass_that_is_dropped_late_is_aborted_by_the_next(
     simulation: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[Any] = []
@@ -343,9 +337,6 @@ def test_a_pass_that_autograd_drops_late_is_aborted_by_the_next(
     def keep(callback: Any) -> None:
         kept.append(callback)
         queue_callback(callback)
-
-    def fail(_: Tensor) -> None:
-        raise KeyError("hook")
 
     model = sharded()
     monkeypatch.setattr(hooks, "queue_callback", keep)

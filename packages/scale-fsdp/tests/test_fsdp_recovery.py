@@ -17,6 +17,7 @@ import pytest
 import torch
 from fsdp_parity import Step, assert_same_grads, put_mean_grads, sharded
 from shard_arguments import shard_arguments
+from together import together
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -112,7 +113,7 @@ class Failure:
     where: str
     block: int = 1
     rank: int = 1
-    step: int = 3
+    step: int = 2
     reshard: bool | int = True
     accumulate: int = 1
     no_sync: bool = False
@@ -155,7 +156,7 @@ def assert_leaves_no_trace(failures: list[Failure]) -> None:
         plain = Net(failure.where == "recomputation")
         model = shard(plain, failure)
         optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
-        for step in range(failure.step + 3):
+        for step in range(failure.step + (2 if failure.step else 3)):  # The second step knows the order of the first.
             raised = train(model, step, failure, fails=step == failure.step and group_of().rank == failure.rank)
             if step == failure.step:
                 check(raised, failure)
@@ -434,7 +435,7 @@ def test_a_rank_without_memory_to_quantize_sends_its_messages(at_first: bool) ->
             (assert_serves_at_first if at_first else assert_serves_without_memory)(what, options)
 
 
-@pytest.mark.parametrize("failing_ranks", [[1], [0, 1]])
+@together("failing_ranks", [[1], [0, 1]])
 @pytest.mark.ranks(2)
 def test_a_rank_that_fails_later_than_the_others_is_found_out(failing_ranks: list[int]) -> None:
     """Whoever is told of gradients raises; otherwise ranks would train on with parameters of two different steps."""

@@ -73,10 +73,7 @@ def test_fairscales_arguments_for_offloading_are_taken(name):
         model = FullyShardedDataParallel(Model(), **{name: value})
         assert_equal(model, Model())
         placement = unit_of(model.module).options.placement
-        assert (placement.params_on_host, placement.grads_on_host) == (
-            value and name != "move_grads_to_cpu",
-            value,
-        )
+        assert (placement.params_on_host, placement.grads_on_host) == (value and name != "move_grads_to_cpu", value)
 
 
 def test_other_options_of_fairscale_may_only_be_declined():

@@ -8,12 +8,14 @@ import offload_cases as cases
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from scale_fsdp.offload import host_kernel as host_step
 from scale_fsdp.offload.host_kernel import (
     FUSED_MULTIPLE,
     HostChunk,
     HostKernel,
+    InnerOptimizer,
     host_options,
     scale_grads,
     with_strides_of,
@@ -53,6 +55,7 @@ def test_it_equals_the_plain_optimizer_after_clipping_to_the_bit(
         assert torch.equal(piece.param, param)
         assert piece.cast_target is not None and torch.equal(piece.cast_target, param.detach().bfloat16())
         theirs = optimizer.state.get(param, {})
+        assert piece.state.keys() == theirs.keys()
         assert all(torch.equal(piece.state[key], theirs[key]) for key in theirs)
 
 
@@ -122,3 +125,60 @@ def test_a_tensor_gets_the_strides_of_its_parameter_if_needed() -> None:
         found = with_strides_of(torch.zeros(numel), apart)
         assert (found is apart) is is_kept and torch.equal(found, apart)
         assert is_kept or found.is_contiguous()
+
+
+# The torch optimizer inside, which steps on what it is given and keeps nothing.
+
+
+def test_new_and_old_tensors_go_together_and_nothing_is_kept() -> None:
+    bare = InnerOptimizer(torch.optim.Adam, {"lr": 0.1})
+    states: list[dict[str, Any]] = [{}, {}]
+    params = [torch.ones(3), torch.ones(2, 2)]
+    grads = [torch.ones(3), torch.ones(2, 2)]
+    bare.step(params[:1], grads[:1], states[:1], bare.defaults)
+    kept = states[0]["exp_avg"]
+    bare.step(params, grads, states, bare.defaults)
+    assert [state["step"].item() for state in states] == [2, 1] and states[0]["exp_avg"] is kept
+    assert not bare._optimizer.state and not bare._optimizer.param_groups
+
+
+def test_a_constructor_with_state_runs_for_new_tensors_only() -> None:
+    built: list[int] = []
+
+    class Counting(torch.optim.Adagrad):
+        def __init__(self, params: Any, **settings: Any) -> None:
+            super().__init__(params, **settings)
+            built.append(sum(len(group["params"]) for group in self.param_groups))
+
+    bare = InnerOptimizer(Counting, {"lr": 0.1})
+    params, states = [torch.ones(3), torch.ones(2)], list[dict[str, Any]]([{}, {}])
+    built.clear()
+    for count in (1, 1, 2, 2):
+        bare.step(params[:count], [torch.ones_like(param) for param in params[:count]], states[:count], bare.defaults)
+    assert built == [1, 1]
+    assert [state["step"].item() for state in states] == [4, 2]
+
+
+def test_a_group_may_have_its_own_and_unknown_options() -> None:
+    bare = InnerOptimizer(torch.optim.SGD, {"lr": 0.1})
+    param = torch.ones(2)
+    bare.step([param], [torch.ones(2)], [{}], {**bare.defaults, "lr": 0.5, "initial_lr": 0.7, "name": "mine"})
+    assert param.tolist() == [0.5, 0.5]
+
+
+def test_nobody_is_told_of_its_steps() -> None:
+    told: list[object] = []
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: told.append(optimizer))
+    try:
+        bare = InnerOptimizer(torch.optim.SGD, {"lr": 0.1})
+        bare.step([torch.ones(2)], [torch.ones(2)], [{}], bare.defaults)
+    finally:
+        handle.remove()
+    assert not told
+
+
+def test_groups_of_older_versions_are_completed() -> None:
+    bare = InnerOptimizer(torch.optim.AdamW, {})
+    old = {"params": [], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    bare.fill_options([old])
+    assert old["amsgrad"] is False and old["decoupled_weight_decay"] is True

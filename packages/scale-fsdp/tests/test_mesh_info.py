@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from fsdp_cases import Case, assert_cases_train_as_plain
 from state_cases import Awkward, Layout, train, two_groups
+from together import together
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -188,7 +189,8 @@ def test_what_does_not_divide_or_is_no_mesh_for_this_is_refused() -> None:
     assert "2 ranks do not divide into groups of 3: take one of 1, 2, or True" in messages[0]
     assert "groups of 0" in messages[1]
     assert "expected a bool, a number of ranks or None, got 'yes'" in messages[2]
-    assert "got 3 dimensions ('a', 'b', 'c')" in messages[3]
+    assert "one dimension" in messages[3] and "got 3 dimensions ('a', 'b', 'c')" in messages[3]
+    assert "mesh['replicate', 'shard']" in messages[3]
     assert "expected a torch.distributed.fsdp.CPUOffloadPolicy or OffloadPolicy, got True" in messages[4]
 
 
@@ -215,7 +217,7 @@ def test_a_model_on_the_host_needs_no_backend_for_it() -> None:
     assert len(norms) == 2 and all(0 < norm < torch.inf for norm in norms)
 
 
-@pytest.mark.parametrize("flatten", [False, True])
+@together("flatten", [False, True])
 @pytest.mark.ranks(2)
 def test_an_expert_of_each_rank_counts_in_norms_and_is_saved(tmp_path, flatten):
     class Mixture(nn.Module):
@@ -234,7 +236,7 @@ def test_an_expert_of_each_rank_counts_in_norms_and_is_saved(tmp_path, flatten):
     def dense_of(model: Mixture) -> list[nn.Parameter]:
         return [*model.dense.parameters(), *model.norm.parameters()]
 
-    folder = str(tmp_path)
+    folder = tmp_path / str(flatten)
     rank, world = dist.get_rank(), dist.get_world_size()
     alone = [dist.new_group([r]) for r in range(world)][rank]
     plain = [Mixture(r) for r in range(world)]
@@ -261,8 +263,7 @@ def test_an_expert_of_each_rank_counts_in_norms_and_is_saved(tmp_path, flatten):
     model(inputs[rank]).square().sum().backward()
     optimizer.step()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    whole = full_state_dict(model)  # On every rank, with its own expert.
-    assert whole.keys() == before.keys() and all(torch.equal(value, before[key]) for key, value in whole.items())
+    assert_equal(full_state_dict(model), before)  # On every rank, with its own expert.
     state = sharded_state_dict(model)
     assert f"model.expert.weight@{rank}" in state and "model.dense.weight" in state
     path = save_snapshot(folder, 1, state)
@@ -275,7 +276,7 @@ def test_an_expert_of_each_rank_counts_in_norms_and_is_saved(tmp_path, flatten):
     with pytest.raises(StateMismatch, match=r"unexpected in it: model\.expert\.weight@9"):
         target_state_dict(model, None, fewer | {key: seen["saved"][key] for key in state})
     load_sharded_state_dict(loaded.state, model)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert_equal(model, before)
     save_snapshot(folder, 2, sharded_state_dict(model, optimizer))
     moments = {param: dict(values) for param, values in optimizer.state.items()}
     fresh = torch.optim.Adam(model.parameters(), lr=0.7)
@@ -285,9 +286,8 @@ def test_an_expert_of_each_rank_counts_in_norms_and_is_saved(tmp_path, flatten):
     loaded = load_snapshot(folder, lambda saved: target_state_dict(model, fresh, saved), step=2)
     load_sharded_state_dict(loaded.state, model, fresh, copy=False)
     assert fresh.param_groups[0]["lr"] == 0.1 and fresh.state.keys() == moments.keys()
-    for param, values in fresh.state.items():
-        assert all(torch.equal(value, moments[param][key]) for key, value in values.items())
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert_equal([*fresh.state.values()], [moments[param] for param in fresh.state])
+    assert_equal(model, before)
     calls = [
         lambda: full_optim_state_dict(model, optimizer),
         lambda: full_state_dict(model, rank_0_only=True),

@@ -92,18 +92,18 @@ def test_a_bucket_is_used_before_the_next_gradients_are_there(monkeypatch: pytes
     assert log[-1] == "update"
 
 
+def scaled(optimizer: OffloadOptimizer) -> None:
+    scaler = ShardedGradScaler()
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+
+
 REFUSED: dict[str, Callable[[nn.Module, OffloadOptimizer], object]] = {
     "clipping by torch": lambda model, optimizer: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     "clipping by scale-core": lambda model, optimizer: clip_grad_norm_(model.parameters(), 1.0),
     "a second backward": lambda model, optimizer: cases.loss_of(model, 1).backward(),
     "a scaler": lambda model, optimizer: scaled(optimizer),
 }
-
-
-def scaled(optimizer: OffloadOptimizer) -> None:
-    scaler = ShardedGradScaler()
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -208,9 +208,7 @@ def test_modules_that_are_recomputed_may_be_updated_on_the_way(use_reentrant: bo
     cases.assert_trains_alike(overlapped, plain_adam, step)
 
 
-def test_a_parameter_that_backward_still_needs_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_parameter_that_backward_still_needs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_fsdp.offload.backward, "CHUNK_ELEMENTS", 4)
     for fraction in (0.0, 1.0):
         weight, x = nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)

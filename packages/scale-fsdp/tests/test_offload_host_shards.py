@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import scale_core.flat.host_staged
 from scale_core.device.streams import Stream
-from scale_core.flat import buffer as flat
-from scale_core.flat import reduction as flat_reduced
+from scale_core.flat import storage, transport
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedEMA, fully_shard
 from scale_fsdp.runtime.unit import units_in
@@ -50,7 +49,7 @@ class Late(Stream):
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     stream = Late()
-    for module in (flat, flat_reduced):
+    for module in (storage, transport):
         monkeypatch.setattr(module, "copy_stream", lambda device, what: stream)
     monkeypatch.setattr(scale_core.flat.host_staged, "copy_into", stream.begin)
     yield stream
@@ -73,33 +72,28 @@ def run(model: nn.Module) -> Tensor:
     return result
 
 
-def fill(model: nn.Module) -> None:
+def fill(model: Any) -> None:
     for param in model.parameters():
         param.data.fill_(7.0)
 
 
-def loads_full(model: nn.Module) -> None:
-    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+def zeros_like(state: Any) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(value) for name, value in state.items()}
 
 
-def loads_local(model: nn.Module) -> None:
-    state: Any = model
-    state.load_local_state_dict({name: torch.zeros_like(value) for name, value in state.local_state_dict().items()})
-
-
-def loads_sharded(model: nn.Module) -> None:
+def loads_sharded(model: Any) -> None:
     other = sharded()
     fill(other)
     load_sharded_state_dict(sharded_state_dict(other), model)
 
 
-def reads_into_the_shards(model: nn.Module) -> None:
+def reads_into_the_shards(model: Any) -> None:
     """As torch.distributed.checkpoint does."""
     for value in sharded_state_dict(model).values():
         getattr(value, "tensor", value).zero_()
 
 
-def swaps(model: nn.Module) -> None:
+def swaps(model: Any) -> None:
     ema = ShardedEMA(model)
     run(model)
     for average in (ema.averages[param] for param in model.parameters()):
@@ -108,33 +102,30 @@ def swaps(model: nn.Module) -> None:
         assert run(model).abs().sum() == 0  # With gradients, so that the end of the pass waits for nothing.
 
 
-def summons(model: nn.Module) -> None:
-    whole: Any = model
-    with whole.summon_full_params():
+def summons(model: Any) -> None:
+    with model.summon_full_params():
         fill(model)
 
 
-def initialises(model: nn.Module) -> None:
-    model.apply(lambda module: [nn.init.zeros_(param) for param in module.parameters(recurse=False)])
-
-
-WRITERS: tuple[Callable[[nn.Module], None], ...] = (
-    loads_full,
-    loads_local,
-    loads_sharded,
-    reads_into_the_shards,
-    swaps,
-    summons,
-    initialises,
-)
+WRITERS: dict[str, Callable[[Any], object]] = {
+    "loads a full state": lambda model: model.load_state_dict(zeros_like(model.state_dict())),
+    "loads a local state": lambda model: model.load_local_state_dict(zeros_like(model.local_state_dict())),
+    "loads a sharded state": loads_sharded,
+    "reads into the shards": reads_into_the_shards,
+    "swaps": swaps,
+    "summons": summons,
+    "initializes": lambda model: model.apply(
+        lambda module: [nn.init.zeros_(param) for param in module.parameters(recurse=False)]
+    ),
+}
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_writes_to_shards_wait_for_copies_of_a_pass(write: Callable[[nn.Module], None], late: Late) -> None:
+def test_writes_to_shards_wait_for_copies_of_a_pass(write: str, late: Late) -> None:
     model = sharded()
     run(model)  # With gradients, so that no end of a pass has waited.
     assert late.under_way, "the copies are under way"
-    write(model)
+    WRITERS[write](model)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import offload_cases as cases
 import pytest
 import torch
+from through_a_file import through_a_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -85,49 +85,31 @@ def test_the_state_is_placed_and_takes_what_it_should() -> None:
     assert host_bytes == 8 * host + 4 * 5 and device_bytes == 8 * device + 4 * 1
 
 
-def clip_in_place(params: list[Tensor]) -> None:
-    torch.nn.utils.clip_grad_norm_(params, 0.1)
+def assert_trains_as_adam(overlap_copies: bool, step: cases.Step, steps: int = 4) -> None:
+    cases.assert_trains_alike(
+        lambda model: offloaded(model, overlap_copies=overlap_copies, **FUSED_ADAM), plain_adam, step, steps
+    )
 
 
-def change_without_a_version(params: list[Tensor]) -> None:
-    for param in params:
-        assert param.grad is not None
-        param.grad.data.mul_(0.5)
+CHANGES: dict[str, Callable[[list[Any]], object]] = {
+    "clipped": lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1),
+    "scaled, without a version": lambda params: [param.grad.data.mul_(0.5) for param in params],
+    "negated, without a version": lambda params: [param.grad.data.neg_() for param in params],
+    "replaced": lambda params: [setattr(param, "grad", param.grad * 0.25) for param in params],
+    "some dropped": lambda params: [setattr(param, "grad", None) for param in params[::2]],
+}
 
 
-def negate_without_a_version(params: list[Tensor]) -> None:
-    for param in params:
-        assert param.grad is not None
-        param.grad.data.neg_()
-
-
-def replace(params: list[Tensor]) -> None:
-    for param in params:
-        assert param.grad is not None
-        param.grad = param.grad * 0.25
-
-
-def drop_some(params: list[Tensor]) -> None:
-    for param in params[::2]:
-        param.grad = None
-
-
-@pytest.mark.parametrize(
-    "change", [clip_in_place, change_without_a_version, negate_without_a_version, replace, drop_some]
-)
-def test_gradients_that_change_after_the_backward_are_seen(
-    change: Callable[[list[Tensor]], None], overlap_copies: bool
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_that_change_after_the_backward_are_seen(change: str, overlap_copies: bool) -> None:
     def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
         cases.loss_of(model, number).backward()
         if number != 1:  # Now and then there is nothing to change.
-            change(list(model.parameters()))
+            CHANGES[change](list(model.parameters()))
         optimizer.step()
         optimizer.zero_grad(set_to_none=number % 2 == 0)
 
-    cases.assert_trains_alike(
-        lambda model: offloaded(model, overlap_copies=overlap_copies, **FUSED_ADAM), plain_adam, step, 5
-    )
+    assert_trains_as_adam(overlap_copies, step, 5)
 
 
 def test_clipping_by_the_optimizer_is_that_of_scale_core(overlap_copies: bool) -> None:
@@ -157,8 +139,7 @@ def test_clipping_twice_clips_what_was_clipped() -> None:
     optimizer.step()
     clip_grad_norm_(twin.parameters(), 0.5)
     plain_adam(twin).step()
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=1e-6, atol=1e-7)
 
 
 def test_gradients_that_change_after_clipping_are_an_error() -> None:
@@ -180,16 +161,13 @@ def test_a_norm_that_is_no_number_does_what_torch_does() -> None:
         model, twin = cases.twins()
         for each in (model, twin):
             cases.loss_of(each, 0).backward()
-            weight = next(each.parameters())
-            assert weight.grad is not None
-            weight.grad[0, 0] = value
+            each[0].weight.grad[0, 0] = value  # type: ignore[index]
         optimizer = offloaded(model)
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         clip_grad_norm_(twin.parameters(), 1.0)
         plain_adam(twin).step()
-        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(list(model.parameters()), list(twin.parameters()), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_gradient_scaler_may_unscale_skip_and_clip(overlap_copies: bool) -> None:
@@ -224,9 +202,7 @@ def test_gradients_of_several_backward_passes_add_up(overlap_copies: bool) -> No
         optimizer.step()
         optimizer.zero_grad()
 
-    cases.assert_trains_alike(
-        lambda model: offloaded(model, overlap_copies=overlap_copies, **FUSED_ADAM), plain_adam, step
-    )
+    assert_trains_as_adam(overlap_copies, step)
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -314,11 +290,9 @@ def test_the_state_goes_into_the_plain_optimizer_and_back(name: str, overlap_cop
         ]
     ):
         cases.train(model, optimizer, [number])
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
+        saved = through_a_file(optimizer.state_dict())
         optimizer = make()
-        optimizer.load_state_dict(torch.load(file))
+        optimizer.load_state_dict(saved)
     cases.train(model, optimizer, [5])
     assert_equal(model, twin)
     assert_equal(optimizer, reference)
@@ -403,10 +377,10 @@ def test_new_values_are_cast_to_where_they_are_computed_with(overlap_copies: boo
     for number in range(3):
         for each, its in ((model, optimizer), (twin, other)):
             cases.loss_of(each, number).backward()
-            if number:
-                (optimizer.clip_grad_norm_ if its is optimizer else lambda n: clip_grad_norm_(twin.parameters(), n))(
-                    0.5
-                )
+            if number and its is optimizer:
+                optimizer.clip_grad_norm_(0.5)
+            elif number:
+                clip_grad_norm_(twin.parameters(), 0.5)
             its.step()
             its.zero_grad()
         for param, target in zip(twin.parameters(), targets, strict=True):
@@ -497,8 +471,7 @@ def test_parameters_with_gaps_and_strided_gradients_are_read(overlap_copies: boo
             for _ in range(3):
                 optimizer.step()
             params.append((gaps.detach(), turned.detach()))
-        for mine, theirs in zip(*params, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(*params, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
@@ -533,17 +506,13 @@ def test_a_learning_rate_may_be_a_tensor() -> None:
 
 
 def test_by_default_only_the_host_uses_the_fused_kernel() -> None:
-    mine, theirs = cases.twins()
-    ours, other = offloaded(mine, 1.0, lr=0.01), torch.optim.Adam(theirs.parameters(), lr=0.01, fused=True)
-    for model, optimizer in ((mine, ours), (theirs, other)):
-        cases.train(model, optimizer)
-    assert_equal(mine, theirs)
-    assert ours.param_groups[0]["fused"] is None
-    mine, theirs = cases.twins()
-    ours, other = offloaded(mine, 0.0, lr=0.01), torch.optim.Adam(theirs.parameters(), lr=0.01)
-    for model, optimizer in ((mine, ours), (theirs, other)):
-        cases.train(model, optimizer)
-    assert_equal(mine, theirs)
+    for fraction, fused in ((1.0, True), (0.0, None)):
+        mine, theirs = cases.twins()
+        ours, other = offloaded(mine, fraction, lr=0.01), torch.optim.Adam(theirs.parameters(), lr=0.01, fused=fused)
+        cases.train(mine, ours)
+        cases.train(theirs, other)
+        assert_equal(mine, theirs)
+        assert ours.param_groups[0]["fused"] is None
 
 
 @pytest.mark.parametrize("name", [name for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)])

@@ -13,6 +13,8 @@ import torch
 from fsdp_parity import assert_trains_as_plain, noise, sharded
 from torch import Tensor, nn
 
+from scale_check.exact import assert_equal
+from scale_core.comm.group import group_of
 from scale_core.shard import full_shape
 
 STEPS = 3
@@ -82,9 +84,12 @@ def test_each_optimizer_is_elementwise_or_refused() -> None:
 @pytest.mark.ranks(1, 2, 3)
 def test_elementwise_optimizers_train_as_the_plain_model() -> None:
     def makers() -> list[Callable[[Params], torch.optim.Optimizer]]:
+        """All of them in one process, each in one of two ways on two ranks, and in the other on three."""
         made = []
-        for name, settings in ELEMENTWISE.items():
+        for number, (name, settings) in enumerate(ELEMENTWISE.items()):
             for kwargs, foreach in itertools.product(settings, (False, True)):
+                if group_of().size > 1 and foreach == bool((number + group_of().size) % 2):
+                    continue
 
                 def make(params: Params, name: str = name, kwargs: Any = kwargs, foreach: bool = foreach) -> Any:
                     return class_named(name)(params, foreach=foreach, **kwargs)
@@ -127,8 +132,7 @@ def test_optimizers_that_need_full_tensors_are_refused() -> None:
         model(noise(3, 4)).square().mean().backward()
         with pytest.raises(RuntimeError) as caught:
             optimizer.step(lambda: torch.zeros(()))
-        weights = model.state_dict()
-        assert all(torch.equal(weights[key], value) for key, value in plain.state_dict().items())
+        assert_equal(model, plain)
         torch.optim.SGD(model.parameters(), lr=0.01).step()
         return str(caught.value)
 

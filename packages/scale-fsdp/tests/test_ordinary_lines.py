@@ -5,7 +5,6 @@ The table in the guide is the one that is written here, line by line.
 
 import contextlib
 import copy
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from fsdp_parity import noise
+from through_a_file import through_a_file
+from together import together
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -54,9 +55,12 @@ class Pair:
     def check(self) -> None:
         assert_equal(self.model, self.plain)
 
+    def check_close(self, **tolerance: float) -> None:
+        torch.testing.assert_close(dict(self.model.state_dict()), dict(self.plain.state_dict()), **tolerance)
+
 
 ROWS: list[str] = []
-BOTH_FORMS = pytest.mark.parametrize("flat", [False, True], ids=["by parameter", "flat"])
+BOTH_FORMS = together("flat", [False, True])
 
 
 def line(written: str, outcome: str, full: str) -> Callable[[Any], Any]:
@@ -84,11 +88,7 @@ def test_elements_are_counted(flat: bool) -> None:
     assert num_parameters(pair.model, only_trainable=True) == whole - 30
 
 
-@line(
-    "parameter groups by `p.ndim`, by `p.shape`",
-    "right; `p.to_local().shape` is the shard's",
-    "",
-)
+@line("parameter groups by `p.ndim`, by `p.shape`", "right; `p.to_local().shape` is the shard's", "")
 @BOTH_FORMS
 @pytest.mark.ranks(2)
 def test_parameters_are_grouped_by_shape(flat: bool) -> None:
@@ -125,25 +125,16 @@ def penalised(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean() + 0.1 * sum(param.square().sum() for param in model.parameters())
 
 
-@line(
-    "`loss + c * sum(p.square().sum() for p in model.parameters())`",
-    "right",
-    "",
-)
+@line("`loss + c * sum(p.square().sum() for p in model.parameters())`", "right", "")
 @BOTH_FORMS
 @pytest.mark.ranks(2)
 def test_a_loss_has_a_penalty_of_the_weights(flat: bool) -> None:
     pair = Pair(flat)
     pair.train(3, penalised)
-    for mine, plain in zip(pair.model.state_dict().values(), pair.plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)  # The two gradients are added in another order.
+    pair.check_close(rtol=1e-6, atol=1e-7)  # The two gradients are added in another order.
 
 
-@line(
-    "`torch.autocast(...)` around the forward",
-    "right",
-    "",
-)
+@line("`torch.autocast(...)` around the forward", "right", "")
 @BOTH_FORMS
 @pytest.mark.ranks(2)
 def test_a_forward_runs_under_autocast(flat: bool) -> None:
@@ -173,8 +164,7 @@ def test_torch_s_scaler_scales(flat: bool) -> None:
     pair.plain(noise(3, 4)).square().mean().backward()
     pair.optimizers[1].step()
     pair.optimizers[1].zero_grad()
-    for mine, plain in zip(pair.model.state_dict().values(), pair.plain.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, plain, rtol=1e-6, atol=1e-7)
+    pair.check_close(rtol=1e-6, atol=1e-7)
 
 
 @line(
@@ -223,11 +213,7 @@ def test_parameters_become_a_vector_and_back(flat: bool) -> None:
     pair.check()
 
 
-@line(
-    "`param.data = values`",
-    "right: the values are copied, and the memory stays the unit's",
-    "",
-)
+@line("`param.data = values`", "right: the values are copied, and the memory stays the unit's", "")
 @BOTH_FORMS
 @pytest.mark.ranks(2)
 def test_values_are_assigned_to_data(flat: bool) -> None:
@@ -240,11 +226,7 @@ def test_values_are_assigned_to_data(flat: bool) -> None:
     pair.check()
 
 
-@line(
-    "`model.half()`, `.bfloat16()`, `.to(...)` between steps",
-    "right",
-    "",
-)
+@line("`model.half()`, `.bfloat16()`, `.to(...)` between steps", "right", "")
 @pytest.mark.fault(84)
 @BOTH_FORMS
 @pytest.mark.ranks(2)
@@ -254,9 +236,8 @@ def test_a_model_is_converted_between_steps(flat: bool) -> None:
         each.bfloat16()
     assert {tensor.dtype for tensor in pair.model.state_dict().values()} == {torch.bfloat16, torch.int64}
     pair.train(2, lambda model, batch: model(batch.bfloat16()).square().mean())
-    for mine, plain in zip(pair.model.state_dict().values(), pair.plain.state_dict().values(), strict=True):
-        # Kernels round the ends of a tensor in bf16 otherwise, and a flat parameter has other ends.
-        torch.testing.assert_close(mine, plain, rtol=2e-2 if pair.flat else 0.0, atol=1e-3 if pair.flat else 0.0)
+    # Kernels round the ends of a tensor in bf16 otherwise, and a flat parameter has other ends.
+    pair.check_close(rtol=2e-2 if pair.flat else 0.0, atol=1e-3 if pair.flat else 0.0)
 
 
 @line(
@@ -270,10 +251,8 @@ def test_a_model_is_converted_between_steps(flat: bool) -> None:
 def test_a_model_and_its_optimizer_are_copied(flat: bool) -> None:
     pair = Pair(flat)
     pair.train()
-    file = io.BytesIO()
-    torch.save((pair.model, pair.optimizers[0]), file)
-    file.seek(0)
-    for copied in (copy.deepcopy((pair.model, pair.optimizers[0])), torch.load(file, weights_only=False)):
+    both = pair.model, pair.optimizers[0]
+    for copied in (copy.deepcopy(both), through_a_file(both, weights_only=False)):
         again = Pair(pair.flat)
         again.both, again.optimizers = zip(copied, copy.deepcopy((pair.plain, pair.optimizers[1])), strict=True)
         again.model, again.plain = again.both
@@ -301,11 +280,7 @@ def test_weights_are_computed_from_weights(flat: bool) -> None:
     pair.check()
 
 
-@line(
-    "`torch.compile(model)`, `block.compile()`",
-    "right",
-    "",
-)
+@line("`torch.compile(model)`, `block.compile()`", "right", "")
 # The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @BOTH_FORMS

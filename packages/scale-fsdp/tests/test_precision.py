@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fsdp_parity import adam, noise, sharded
+from together import together
 from torch import nn
 
 from scale_core.hooks.gradients import register_local_grad_hook
@@ -69,7 +70,7 @@ MASTER = {"shard": FP32, "gradient": FP32, "state": FP32, "saved": FP32}
 INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torch.int64}
 
 
-@pytest.mark.parametrize(
+@together(
     "policy, expected",
     [
         (MixedPrecisionPolicy(), {"weight": FP32, "input": FP32, "output": FP32, "sent": FP32, "buffer": FP32}),
@@ -183,11 +184,6 @@ def test_units_that_return_another_dtype_may_follow_each_other():
     out.sum().backward()
     assert out.dtype == FP32
     assert model[0].weight.grad.dtype == FP32
-
-
-def test_the_wrapper_takes_the_same_arguments():
-    model = FullyShardedDataParallel(nn.Linear(2, 2), mixed_precision=True, fp32_reduce_scatter=True)
-    assert unit_of(model.module).precision == UnitPrecision(FP16, FP32, cast_forward_inputs="root")
 
 
 def test_fairscales_arguments_cast_at_the_root_only():

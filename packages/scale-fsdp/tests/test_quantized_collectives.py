@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from together import together
 from torch import Tensor
 
 from scale_check.simulate import simulate
@@ -50,10 +51,9 @@ def average(parts: list[Tensor], block_format: BlockFormat, errors: list[Tensor]
     return means
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_gather_has_what_one_process_computes(name: Any, num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+@together("name", NAMES)
+def test_a_gather_has_what_one_process_computes(name: Any) -> None:
     group, block_format = group_of(), BlockFormat(name, 8)
     for numel in (1, 21):
         messages = new_messages(group.size, numel, block_format, torch.device("cpu"))
@@ -65,10 +65,9 @@ def test_a_gather_has_what_one_process_computes(name: Any, num_ranks: int) -> No
         assert torch.equal(dequantize(messages, numel, block_format), expected)
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_mean_has_what_one_process_computes(name: Any, num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+@together("name", NAMES)
+def test_a_mean_has_what_one_process_computes(name: Any) -> None:
     group, block_format = group_of(), BlockFormat(name, 8)
     for numel in (1, 21):
         feedback, errors = ErrorFeedback(), [torch.zeros(group.size, numel) for _ in range(group.size)]
@@ -100,10 +99,9 @@ def test_a_mean_has_what_one_process_computes(name: Any, num_ranks: int) -> None
         assert torch.equal(mean, exact[group.rank].bfloat16())
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_sum_has_what_one_process_computes(name: Any, num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+@together("name", NAMES)
+def test_a_sum_has_what_one_process_computes(name: Any) -> None:
     group, block_format = group_of(), BlockFormat(name, 8)
     for numel in (1, 21):
         feedback = ErrorFeedback(), ErrorFeedback()
@@ -165,8 +163,8 @@ class OutOfMemory:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("failing", ["quantize", "dequantize"])
-@pytest.mark.parametrize("number", range(3), ids=["gather", "reduce-scatter", "all-reduce"])
+@together("failing", ["quantize", "dequantize"])
+@together("number", range(3))
 def test_a_rank_without_memory_sends_zeros_and_raises_in_wait(number: int, failing: str) -> None:
     """The handle of each collective raises on the rank that fails, and there alone."""
     group, block_format = group_of(), BlockFormat("int8", 8)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fsdp_parity import noise, sharded
+from together import together
 from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer
@@ -87,7 +88,7 @@ def test_an_evaluation_leaves_nothing_gathered():
     assert (without, gathered(model)) == ("", "0123")
 
 
-@pytest.mark.parametrize(("reshard", "stay"), [(True, ""), (False, "0123")])
+@together("reshard, stay", [(True, ""), (False, "0123")])
 @pytest.mark.ranks(2)
 def test_without_resharding_units_stay_between_micro_batches(reshard: bool, stay: str) -> None:
     model = sharded(stack(), UNITS, reshard_after_forward=reshard)
@@ -98,7 +99,7 @@ def test_without_resharding_units_stay_between_micro_batches(reshard: bool, stay
     assert gathered(model) == ""
 
 
-@pytest.mark.parametrize("position", [0, 3])
+@together("position", [0, 3])
 @pytest.mark.ranks(2)
 def test_a_failed_forward_leaves_nothing_gathered(position):
     plain = stack()
@@ -118,7 +119,7 @@ def test_a_failed_forward_leaves_nothing_gathered(position):
     assert (left, bytes_left, torch.allclose(model.clip_grad_norm_(1e9), norm)) == ("", 0, True)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@together("reshard", [True, False])
 @pytest.mark.ranks(2)
 def test_what_is_written_to_param_data_is_seen(reshard):
     """Writes to `param.data`, which leaves no trace, after a forward whose backward never comes."""
@@ -167,7 +168,7 @@ def test_in_backward_the_unit_before_is_fetched_ahead():
     assert seen == ["3: 23", "2: 12", "1: 01", "0: 0"]
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@together("where", ["forward", "backward"])
 @pytest.mark.ranks(1, 2)
 def test_a_pass_that_fails_keeps_the_gradients_that_wait(where):
     """A failed pass between two micro-batches; the gradients, in units of what one pass alone gives."""

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from together import together
 from torch import Tensor, nn
 
-from scale_check.exact import gather_values
 from scale_core.errors import StepError
-from scale_core.testing import run_ranks
 from scale_fsdp import ShardOptions, fully_shard
 
 STEPS = 6
@@ -82,28 +81,26 @@ def train_and_fail(at: int, reshard: bool, how: str) -> tuple[list[str], dict[st
 
 
 @pytest.mark.fault(105)
-@pytest.mark.parametrize("how", ["has no memory", "skips the batch"])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("at", [0, 1, 2, 4])
-def test_the_others_abort_the_step_and_all_go_on(at: int, reshard: bool, how: str) -> None:
-    num_ranks = 3 if at == 4 else 2
-    results = run_ranks(train_and_fail, num_ranks, at, reshard, how)
-    plain = build()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    for step in range(STEPS + 1):
-        if step != at:
-            plain(batch(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    for rank, (told, params) in enumerate(results):
-        if rank == 1:
+@together("how", ["has no memory", "skips the batch"])
+@together("reshard", [True, False])
+@pytest.mark.ranks(2, 3)
+def test_the_others_abort_the_step_and_all_go_on(reshard: bool, how: str) -> None:
+    for at in (0, 1, 2) if dist.get_world_size() == 2 else (4,):
+        told, params = train_and_fail(at, reshard, how)
+        if dist.get_rank() == 1:
             assert told == ([f"{at} OutOfMemoryError: no memory in the loss"] if how == "has no memory" else [])
         else:
             (text,) = told
             assert text.startswith(f"{at} StepError: step {at + 1} was aborted on all ranks, because rank 1 failed.")
             assert "this rank has begun another forward pass in place of the backward pass: its loss raised" in text
-        for name, param in plain.named_parameters():
-            torch.testing.assert_close(params[name], param.detach(), rtol=1e-12, atol=1e-13)
+        plain = build()
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        for step in range(STEPS + 1):
+            if step != at:
+                plain(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.testing.assert_close(params, {n: p.detach() for n, p in plain.named_parameters()}, rtol=1e-12, atol=1e-13)
 
 
 def odd_program(net: nn.Module, take: Callable[[Tensor], Tensor], no_sync: Callable[[], Any], seed: int) -> None:
@@ -144,20 +141,13 @@ def odd_program(net: nn.Module, take: Callable[[Tensor], Tensor], no_sync: Calla
 
 
 @pytest.mark.fault(105)
-@pytest.mark.parametrize("reshard", [True, False])
+@together("reshard", [True, False])
 @pytest.mark.ranks(2)
 def test_forwards_without_a_backward_train_as_one_process(reshard: bool) -> None:
-    seeds = range(4)
-    found = []
-    for seed in seeds:
-        net = build()
+    for seed in range(4):
+        plain, net = build(), build()
         shard(net, reshard)
         odd_program(net, own, net.no_sync, seed)
-        found.append(full(net))
-    found = gather_values(found)
-    for seed in seeds:
-        plain = build()
         odd_program(plain, lambda whole: whole, nullcontext, seed)
-        for name, param in plain.named_parameters():
-            for rank in range(2):
-                torch.testing.assert_close(found[rank][seed][name], param.detach(), rtol=1e-12, atol=1e-13)
+        expected = {name: param.detach() for name, param in plain.named_parameters()}
+        torch.testing.assert_close(full(net), expected, rtol=1e-12, atol=1e-13)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from scale_check.exact import assert_equal
-from scale_core.testing import run_ranks
 from scale_fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, full_state_dict, fully_shard
 
 
@@ -68,13 +67,13 @@ OPTIONS = [{}, {"flatten_parameters": True}, {"mp_policy": MixedPrecisionPolicy(
 @pytest.mark.ranks(1, 2, 3)
 @torch.no_grad()
 def test_averages_and_partial_loads_are_those_of_plain_pytorch():
-    for way, units in WAYS.items():
-        for options in OPTIONS:
-            for change in CHANGES:
-                plain, average = Model(1), sharded(Model(1), units, **options)
-                change(plain, Model(2))
-                change(average, sharded(Model(2), units, **options))
-                assert_equal(average, plain, f"{change.__name__}, {way}, {options}")
+    world = dist.get_world_size()
+    for number, (way, options, change) in enumerate(itertools.product(WAYS, OPTIONS, CHANGES)):
+        if world == 1 or number % 2 == world % 2:
+            plain, average = Model(1), sharded(Model(1), WAYS[way], **options)
+            change(plain, Model(2))
+            change(average, sharded(Model(2), WAYS[way], **options))
+            assert_equal(average, plain, f"{change.__name__}, {way}, {options}")
 
 
 @pytest.mark.ranks(4)
@@ -180,9 +179,10 @@ def test_a_checkpoint_of_torch_loads_into_the_state_in_place(tmp_path: Path):
     assert_equal(model, Model(2))
 
 
-def saved(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_files_and_copies_of_a_state_are_plain(tmp_path: Path) -> None:
     plain, model = Model(1), sharded(Model(1), WAYS["units"])
-    path = f"{folder}/{dist.get_rank()}.pt"
+    path = tmp_path / f"{dist.get_rank()}.pt"
     torch.save(model.state_dict(), path)
     loaded = torch.load(path, weights_only=True)
     assert not [f"{name}: {type(value)}" for name, value in loaded.items() if type(value) is not Tensor]
@@ -193,8 +193,3 @@ def saved(folder: str) -> None:
     for value in (*kept.values(), *copied.values()):
         value.zero_()
     assert_equal(model, plain)
-
-
-def test_files_and_copies_of_a_state_are_plain():
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(saved, 2, folder)

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_parity import adam, assert_same_grads, assert_trains_as_plain, mean_square, noise, sharded
+from together import together
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
+from scale_check.exact import assert_equal
 from scale_core.flat.live_buffers import live_buffers
 from scale_fsdp import fully_shard
 from scale_fsdp.runtime.unit import units_in
@@ -66,7 +68,7 @@ def test_parameters_unused_on_a_rank_count_as_zeros_there():
 @pytest.mark.gloo("three ranks' sums in rank order, to the bit")
 @pytest.mark.fault(29)
 @pytest.mark.ranks(3)
-def test_parameters_unused_on_a_rank_of_three_count_as_zeros_there():
+def test_parameters_unused_on_one_of_three_count_as_zeros_there():
     train_branches(unused_on_some)
 
 
@@ -164,7 +166,7 @@ def test_passes_forwarded_together_add_up_as_plainly():
         assert_same_grads(model, plain, f"{order}, reshard {reshard}")
 
 
-@pytest.mark.parametrize(
+@together(
     "step",
     [two_forwards_then_two_backwards, one_backward_of_two_forwards, forwards_without_backward, forwards_before_it],
 )
@@ -453,8 +455,7 @@ def test_buffers_follow_each_ranks_own_data():
         data = noise(5, 3, seed=10 * step + dist.get_rank())
         for each in (plain, model):
             each(data)
-    for (name, ours), (_, theirs) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
-        assert torch.equal(ours, theirs), f"{name} is {ours} instead of {theirs}"
+    assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
     plain.eval(), model.eval()
     assert torch.equal(model(noise(5, 3)), plain(noise(5, 3))), "evaluation differs"
 
@@ -478,7 +479,7 @@ class Watch(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@together("reshard", [True, False])
 @pytest.mark.ranks(2)
 def test_full_parameters_are_freed_after_their_last_use(reshard):
     size, units = 8, ["0", "1", "2", "3"]
@@ -506,7 +507,7 @@ def test_full_parameters_are_freed_after_their_last_use(reshard):
 # Errors.
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@together("where", ["forward", "backward"])
 @pytest.mark.ranks(1, 2)
 def test_training_goes_on_after_an_exception_on_all_ranks(where):
     class Fragile(nn.Module):

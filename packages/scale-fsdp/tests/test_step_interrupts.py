@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from fsdp_parity import noise
+from together import together
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
@@ -54,7 +55,7 @@ def sharded(plain: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("on_all", [False, True])
+@together("on_all", [False, True])
 @pytest.mark.ranks(0, 2)
 def test_an_interrupted_pass_leaves_nothing_gathered(on_all: bool) -> None:
     def left_behind(model: nn.Module) -> None:

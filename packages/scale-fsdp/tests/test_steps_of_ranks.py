@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shard_arguments import shard_arguments
+from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adam, Optimizer
@@ -134,8 +135,8 @@ def alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
 
 
 @pytest.mark.fault(101)
-@pytest.mark.parametrize(
-    ("steps", "expected"),
+@together(
+    "steps, expected",
     [
         (other_rates, "3: step 4: .*rank 0: SGD with lr=0.1; rank 1: SGD with lr=0.05"),
         (other_kinds, "1: step 2: .*rank 0: SGD with .*; rank 1: Adam with"),
@@ -171,8 +172,8 @@ def test_a_parameter_frozen_on_one_rank_raises_in_the_next_pass() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("steps", "options"),
+@together(
+    "steps, options",
     [
         (alike, {}),
         (frozen_alike, {}),

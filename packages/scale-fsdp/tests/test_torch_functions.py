@@ -250,7 +250,7 @@ def test_torch_s_clipping_works_and_its_ddp_is_refused() -> None:
         for wrapped in (model, nn.ModuleList([nn.Linear(1, 1), model])):
             with pytest.raises(ValueError, match=r"DistributedDataParallel: '.*' is a shard .*train it as it is"):
                 nn.parallel.DistributedDataParallel(wrapped)
-        assert all(map(torch.equal, before, model.parameters())), "overwritten"
+        assert_equal([*model.parameters()], before, "overwritten")
 
 
 @pytest.mark.ranks(2)

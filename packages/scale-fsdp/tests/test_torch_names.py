@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fsdp_parity import noise
+from together import together
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -123,20 +124,16 @@ APIS = [importlib.import_module(name) for name in ("torch.distributed.fsdp", "sc
 
 @pytest.mark.ranks(2)
 def test_a_program_for_fsdp2_computes_the_same() -> None:
+    """In bf16, without clipping, to the bit."""
     (theirs, their_state), (ours, our_state) = (program(api, half=False, clips=True) for api in APIS)
     assert ours == pytest.approx(theirs, rel=1e-6)
     assert list(our_state) == list(their_state)
     torch.testing.assert_close(dict(our_state), dict(their_state), rtol=1e-5, atol=1e-6)
+    in_bf16 = [program(api, half=True, clips=False) for api in APIS]
+    assert_equal(in_bf16[1], in_bf16[0])
 
 
-@pytest.mark.ranks(2)
-def test_so_does_one_in_bf16_to_the_bit() -> None:
-    (theirs, their_state), (ours, our_state) = (program(api, half=True, clips=False) for api in APIS)
-    assert ours == theirs
-    assert_equal(our_state, their_state)
-
-
-@pytest.mark.parametrize("grouped", [False, True])
+@together("grouped", [False, True])
 @pytest.mark.ranks(2)
 def test_each_unit_casts_its_inputs_as_fsdp2_to_the_bit(grouped: bool) -> None:
     class Shifted(nn.Module):
@@ -318,7 +315,7 @@ def steps_in_backward(flatten: bool, in_hooks: bool) -> list[Any]:
     return [*losses, *(param.detach().clone() for param in model.parameters())]
 
 
-@pytest.mark.parametrize("flatten", [False, True])
+@together("flatten", [False, True])
 @pytest.mark.ranks(2)
 def test_optimizers_in_hooks_step_when_gradients_are_reduced(flatten: bool) -> None:
     inside, after = (steps_in_backward(flatten, in_hooks) for in_hooks in (True, False))
@@ -529,10 +526,8 @@ def test_fsdp2_s_methods_are_there_or_say_what_to_do() -> None:
 def test_a_reduction_without_replicas_is_refused_by_name() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    with pytest.raises(ValueError, match="over the shards alone") as caught:
+    with pytest.raises(ValueError, match=r"(?s)(?=.*set_requires_gradient_sync\(False\)).*over the shards alone"):
         model.set_requires_all_reduce(False)
-    message = str(caught.value)
-    assert "set_requires_gradient_sync(False)" in message
 
 
 def test_a_pass_that_was_cut_off_is_ended_by_hand() -> None:

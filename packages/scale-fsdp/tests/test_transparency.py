@@ -129,7 +129,7 @@ def test_two_ranks_are_bitwise_equal_to_ddp():
         replicas = DistributedDataParallel(plain)
         cls, kwargs = OPTIMIZERS[optimizer]
         optimizers = [cls(each.parameters(), **kwargs) for each in (model, replicas)]
-        for step in range(5):
+        for step in range(case.steps):
             losses = []
             for each in (model, replicas):
                 if no_sync:
@@ -150,10 +150,10 @@ def test_two_ranks_are_bitwise_equal_to_ddp():
 @pytest.mark.ranks(2, 3)
 def test_it_equals_one_process_with_the_whole_batch():
     """All micro-batches of a step as one batch, which no rank order or division touches."""
-    world = group_of().size
-    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world = group_of().rank, group_of().size
     worst = 0.0
-    for optimizer, model_kind in itertools.product(OPTIMIZERS, ("gpt", "mlp")):
+    for number, optimizer in enumerate(OPTIMIZERS):
+        model_kind = ("gpt", "mlp")[(number + world) % 2]
         case = Case(model_kind, optimizer)
         plain = case.build().double()
         model = shard(copy.deepcopy(plain), case)
@@ -197,7 +197,7 @@ def test_gradients_are_clipped_by_any_norm():
 @pytest.mark.ranks(*WORLDS, limit_seconds=3600)
 def test_every_combination_is_bitwise_that_of_the_reference(precision, wrapping):
     cases = [
-        Case("gpt", optimizer, wrapping, reshard, precision, *batches, how, clip=True, flatten=flatten)
+        Case("gpt", optimizer, wrapping, reshard, precision, *batches, how, clip=True, flatten=flatten, steps=5)
         for optimizer, reshard, batches, how, flatten in itertools.product(
             OPTIMIZERS,
             [True, False],

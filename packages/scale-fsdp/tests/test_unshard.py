@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from shard_arguments import shard_arguments
+from together import together
 from torch import Tensor, nn
 
 from scale_check.exact import gather_values
@@ -78,7 +79,7 @@ def with_a_layer_of_one_element() -> tuple[nn.Sequential, nn.Sequential]:
     return plain, sharded(plain, limit_seconds=10.0)
 
 
-@pytest.mark.parametrize("by_data", [False, True])
+@together("by_data", [False, True])
 @pytest.mark.ranks(2)
 def test_units_are_gathered_again_after_steps_in_hooks(by_data: bool) -> None:
     """A kept full parameter is gathered anew after optimizers have stepped in hooks on shards."""
@@ -180,8 +181,8 @@ def test_an_unsharded_unit_stays_until_it_is_released() -> None:
     assert torch.equal(shown, model.state_dict()["0.weight"])
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("by_data", [False, True])
+@together("keeps", [False, True])
+@together("by_data", [False, True])
 @pytest.mark.ranks(2)
 def test_all_ranks_gather_again_after_a_step(by_data: bool, keeps: bool) -> None:
     """The layer of one element is unsharded, or kept so, while an optimizer steps."""
@@ -202,7 +203,7 @@ def test_all_ranks_gather_again_after_a_step(by_data: bool, keeps: bool) -> None
     assert equal == [True] * 3
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@together("inside", [False, True])
 @pytest.mark.ranks(2)
 def test_a_rank_without_memory_to_unshard_raises_on_all_ranks(inside: bool) -> None:
     """Rank 1 has no memory for the second of a layer's two buffers."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_parity import assert_same_grads, noise, sharded
+from together import together
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -45,12 +46,12 @@ class Tied(nn.Module):
         return self.head(torch.relu(self.embed(x)))
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@together("reshard", [True, False])
 @pytest.mark.ranks(1, 2)
 def test_weights_may_not_change_before_the_backward(reshard):
     linears = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    messages = []
     for plain, units in ((linears, ["0", "1", ""]), (Tied(), ["embed", "head", ""])):
+        last = units[1]
         for between in ("nothing", "evaluation", "forward", "load"):
             model = sharded(plain, units, reshard_after_forward=reshard)
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -65,17 +66,12 @@ def test_weights_may_not_change_before_the_backward(reshard):
                     model(noise(2, 3))
             elif between == "forward":
                 loss = loss + model(noise(2, 3)).square().sum()
-            with pytest.raises(
-                RuntimeError, match=r"between its forward and its backward.*loss.backward\(\) first"
-            ) as caught:
+            words = rf"(?s)(?=.*unit '{last}'|.*root).*between its forward and its backward.*loss.backward\(\) first"
+            with pytest.raises(RuntimeError, match=words):
                 loss.backward()
-            messages.append(str(caught.value))
             optimizer.zero_grad()
             model(noise(2, 3)).sum().backward()
             assert all(param.grad is not None for param in model.parameters())
-    half = len(messages) // 2
-    assert all("unit '1'" in message or "root" in message for message in messages[:half])
-    assert all("unit 'head'" in message or "root" in message for message in messages[half:])
 
 
 def test_an_optimizer_of_the_plain_parameters_is_refused_by_name():
@@ -144,15 +140,14 @@ def test_gradients_taken_inside_a_forward_are_refused():
             energy = self.energy(x).sum()
             return torch.autograd.grad(energy, x)[0] if self.inside else energy
 
-    plain = Differentiated()
-    messages = []
+    plain, messages = Differentiated(), ""
     inside = sharded(plain, [""])(noise(2, 3).requires_grad_())  # It passes no unit's outputs, and is right.
     assert torch.equal(inside, plain(noise(2, 3).requires_grad_()))
     for units in (["energy", ""], ["energy.0", "energy", ""]):
         model = sharded(plain, units)
         with pytest.raises(RuntimeError, match=r"inside the forward of .*after the outermost") as caught:
             model(noise(2, 3).requires_grad_())
-        messages.append(str(caught.value))
+        messages += str(caught.value)
         model.inside = plain.inside = False
         plain.zero_grad()
         for each in (model, plain):
@@ -160,8 +155,7 @@ def test_gradients_taken_inside_a_forward_are_refused():
         norm = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()])
         assert torch.allclose(model.clip_grad_norm_(1e9), norm)
         plain.inside = True
-    message = "\n".join(messages)
-    assert "root" in message
+    assert "root" in messages
 
 
 @pytest.mark.fault(78)
@@ -210,24 +204,14 @@ def test_dtensors_over_the_same_ranks_are_refused():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     parallelize_module(model[1], mesh, ColwiseParallel())
-    with pytest.raises(ValueError, match="is a shard") as caught:
+    with pytest.raises(
+        ValueError, match=r"(?s)'1.weight' is a shard \[1, 2\] of a parameter \[2, 2\].*mesh\[\"data\"\]"
+    ):
         fully_shard(model, mesh)
-    kinds = [type(param.data).__name__ for param in model.parameters()]
+    assert [type(param.data).__name__ for param in model.parameters()] == ["Tensor", "Tensor", "DTensor", "DTensor"]
     fully_shard(model[0], mesh)  # The layer beside it.
     model(noise(2, 2)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
-    message, kinds = (str(caught.value), kinds)
-    assert "'1.weight' is a shard [1, 2] of a parameter [2, 2]" in message and 'mesh["data"]' in message
-    assert kinds == ["Tensor", "Tensor", "DTensor", "DTensor"]
-
-
-@pytest.mark.ranks(2)
-def test_a_mesh_of_three_dimensions_says_which_to_pass():
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("a", "b", "c"))
-    with pytest.raises(ValueError, match="one dimension") as caught:
-        fully_shard(nn.Linear(2, 2), mesh)
-    message = str(caught.value)
-    assert "mesh['replicate', 'shard']" in message
 
 
 def test_copies_of_a_plain_model_are_sharded_by_themselves():

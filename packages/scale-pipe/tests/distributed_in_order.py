@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_core.comm.group import Group
+from scale_pipe.distributed import p2p
 from scale_pipe.distributed.p2p import P2PChannel
-from scale_pipe.distributed.p2p import channel as p2p
 
 _LIMIT = 30.0
 _TENSOR, _ANSWER = 1, 2  # The only tags: which transfer a message is of, its place alone says.

@@ -33,8 +33,7 @@ _SAME_ORDER = (
 )
 
 SAME_TRAINED = (
-    "Freeze the same parameters on all ranks: param.requires_grad_(...) must not depend on the rank, nor on "
-    "its data"
+    "Freeze the same parameters on all ranks: param.requires_grad_(...) must not depend on the rank, nor on its data"
 )
 
 _SAME_CALLS = (
