@@ -26,11 +26,11 @@ from scale_tools.plan.estimate import (
     count_parameters,
     estimate,
     least_bytes,
-    ranks_to_simulate,
 )
 from scale_tools.plan.model import planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.rows import PlanRow, judge, suggest
+from scale_tools.plan.stages import ranks_to_simulate, ranks_to_time, time_stage
 from scale_tools.plan.step_time import StepWork
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.cli import main, parse
@@ -90,16 +90,47 @@ def test_state_and_traffic_are_what_formulas_say() -> None:
 def test_the_time_of_a_step_is_that_of_simulated_streams() -> None:
     wide = dataclasses.replace(TINY, precision="bf16")
     slow = dataclasses.replace(wide, link=1e-4)
-    for parallel in ("ddp", "sharded-ddp", "fsdp", "tensor-parallel"):
+    for parallel in ("ddp", "sharded-ddp", "fsdp", "tensor-parallel", "context-parallel"):
         model_ranks = 2 if parallel == "tensor-parallel" else 1
-        found, waiting = (found_for(parallel, model_ranks, options) for options in (wide, slow))
+        context_ranks = 2 if parallel == "context-parallel" else 1
+        found, waiting = (found_for(parallel, model_ranks, each, context_ranks=context_ranks) for each in (wide, slow))
         assert found.problem == "" and found.seconds is not None and waiting.seconds is not None
         row = judge(planned_model(wide), found, wide)
         assert row.seconds == found.seconds
         # Whatever overlaps, what is sent takes its time at least, less a step that hides all of it.
         sent = sum(waiting.bytes_sent.values()) * (1 / slow.link - 1 / wide.link) / 1e9
         assert sent - found.seconds <= waiting.seconds - found.seconds <= sent * 1.01
-    assert found_for("pipe", 2, wide).seconds is None
+
+
+@pytest.mark.simulation
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_pipelines_time_is_its_schedule_with_simulated_stages(shards: bool) -> None:
+    wide = dataclasses.replace(TINY, precision="bf16")
+    slow = dataclasses.replace(wide, link=1e-4)
+    found, waiting = (found_for("pipe", 2, options, shards_stages=shards) for options in (wide, slow))
+    assert found.problem == "" and found.seconds is not None and waiting.seconds is not None
+    assert judge(planned_model(wide), found, wide).seconds == found.seconds
+    # A rank sends an activation, or a gradient, for each of four micro-batches; the last one waits for a way of two.
+    sent = waiting.bytes_sent["send"] / (slow.link * 1e9)
+    others = (sum(waiting.bytes_sent.values()) - waiting.bytes_sent["send"]) / (slow.link * 1e9)
+    least = (1 if shards else others) + sent * 5 / 4
+    assert least <= waiting.seconds <= (2 * sent + others) * 1.01 + found.seconds
+
+
+@pytest.mark.simulation
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+def test_what_comes_once_in_a_step_is_counted_once() -> None:
+    """A pipeline of sharded stages with four and eight micro-batches, on a link that is slow."""
+    seconds = []
+    for batch in (8, 16):
+        options = dataclasses.replace(TINY, batch=batch, link=1e-4, precision="bf16")
+        strategy = Strategy("pipe", 4, 2, batch // 2, shards_stages=True)
+        times = time_stage(planned_model(options), strategy, options, 0)
+        seconds.append(times)
+    assert seconds[0] == pytest.approx(seconds[1])
+    reduced = found_for("pipe", 2, shards_stages=True).bytes_sent["reduce_scatter"] / (1e-4 * 1e9)
+    assert seconds[0].after >= reduced * 0.5
 
 
 ON_TWO = PlanOptions("tiny", 3, 64, 4, ranks=(2,), batch=8, sequence=32, precision="fp32", jobs=1)
@@ -344,6 +375,11 @@ def test_a_pipelines_ends_and_its_fullest_rank_are_simulated() -> None:
     assert ranks_to_simulate(even, Strategy("pipe", 3, 3, 4)) == [0, 2]
 
 
+def test_stages_with_as_many_blocks_are_timed_once() -> None:
+    uneven = planned_model(PlanOptions(**{**vars(TINY), "layers": 10}))  # 1, 2, 2, 1, 2, 2 blocks.
+    assert ranks_to_time(uneven, Strategy("pipe", 6, 6, 4)) == [0, 1, 1, 3, 1, 5]
+
+
 def test_a_pipeline_has_its_largest_peak_and_longest_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -352,9 +388,10 @@ def test_a_pipeline_has_its_largest_peak_and_longest_time(
         return Estimate(strategy, {"parameters": 9 - rank}, {}, {"send": rank}, work)
 
     monkeypatch.setattr("scale_tools.plan.estimate._estimate_stages", stages)
+    monkeypatch.setattr("scale_tools.plan.estimate.pipeline_seconds", lambda *arguments: 5.0)
     found = found_for.__wrapped__("pipe", 2)
     assert found.work is not None
-    assert (found.peak_bytes, found.work.flops, found.bytes_sent) == (9, 11, {"send": 1})
+    assert (found.peak_bytes, found.work.flops, found.bytes_sent, found.seconds) == (9, 11, {"send": 1}, 5.0)
 
 
 @pytest.mark.simulation

@@ -90,6 +90,11 @@ class Clocks:
         """When all that was launched has ended."""
         return max(map(_time, (self._order.thread, self._network, *self._order.streams())))
 
+    @property
+    def stream(self) -> float:
+        """When the current stream is free for what the host launches now."""
+        return _time(self._order.stream())
+
     def run(self, seconds: float) -> None:
         """Runs something of this duration on the current stream."""
         self.host += self.rates.launch_seconds

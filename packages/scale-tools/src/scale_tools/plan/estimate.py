@@ -4,15 +4,15 @@ The second step is counted, since AdamW makes its state in the first. Of a pipel
 one with the most blocks times live micro-batches, run the schedule's own order of computations on their own stages: the
 highest peak and the longest step count. What they exchange is added up from the shapes.
 
-The time of a step is that of simulated streams, with the rates of the options; that of a pipeline, and of what does not
-run there, is a sum (`step_time`).
+The time of a step is that of simulated streams, with the rates of the options; `stages` has that of a pipeline. Where a
+model does not run there, it is a sum (`step_time`).
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -26,25 +26,24 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from scale_check.simulate import Simulation, simulate
 from scale_check.simulate.durations import OperatorBytes, durations
 from scale_check.simulate.memory import Memory
-from scale_checkpoint import apply_checkpointing
-from scale_checkpoint.wrapper import How
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.mesh import ParallelDims
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_numel
-from scale_core.tree import map_tensors, tensors_in
 from scale_fsdp import ShardOptions
-from scale_fsdp.wrapping.auto_wrap import plan_units
-from scale_moe import Experts
 from scale_oss import OSS, ShardedDataParallel
-from scale_pipe import split
-from scale_pipe.schedules.action import Kind
-from scale_pipe.schedules.registry import get_schedule
-from scale_pipe.schedules.schedule import Schedule
-from scale_pipe.schedules.simulation import peak_live
 from scale_pipe.schedules.simulation import simulate as simulate_schedule
-from scale_tools.plan.model import Built, PlannedModel
+from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
+from scale_tools.plan.parallelize import autocast, build, checkpoint_blocks, dims_of
+from scale_tools.plan.stages import (
+    averaged_bytes,
+    build_stage,
+    pipeline_seconds,
+    ranks_to_simulate,
+    schedule_of,
+    step_of_stage,
+)
 from scale_tools.plan.step_time import StepWork, rates_of, step_seconds
 from scale_tools.plan.strategies import Strategy
 from scale_tp import context_parallel, parallelize, position_ids, split_sequence
@@ -52,8 +51,6 @@ from scale_train.errors import InputError
 from scale_train.options import ParallelOptions
 from scale_train.training.parallel.parallelize_gpt import (
     COMPUTE_DTYPES,
-    parallel_dims,
-    shard_stage,
     shard_units,
     sharding_of,
 )
@@ -88,7 +85,7 @@ class Estimate:
         host_peak_by_kind: Likewise of the host, where something is kept there.
         bytes_sent: Bytes that the rank sends in a step, by collective.
         work: What the time of a step follows from, where it is not simulated.
-        seconds: The time of a step on simulated streams; None of a pipeline, and where the model does not run there.
+        seconds: The time of a step on simulated streams; None where the model does not run there.
         at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
             nothing more was looked at.
         problem: Why the model can't be trained so; "" where it can.
@@ -152,7 +149,7 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
     asked = strategy.parallel_options(options.precision)
     with simulate(world_size=strategy.ranks, device="sim" if strategy.has_host_memory else "cpu") as simulation:
         with simulation.aside():
-            dims = _dims(asked)
+            dims = dims_of(asked)
         # On the host, where shards that are offloaded stay.
         replica = _replica(planned, strategy, options, dims, simulation)
         optimizer = replica.optimizer
@@ -170,14 +167,14 @@ def _replica_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOpt
     try:
         with simulate(world_size=strategy.ranks, device="sim", check=False) as simulation:
             with simulation.aside():
-                dims = _dims(asked)
+                dims = dims_of(asked)
             with durations(simulation, rates.of_streams()) as clocks:
                 replica = _replica(planned, strategy, options, dims, simulation)
                 for _ in range(3):
                     clocks.host = begin = clocks.now
                     replica.step()
                 return clocks.now - begin
-    except (ValueError, TypeError, RuntimeError):  # As attention over a divided sequence, which has no kernel there.
+    except (ValueError, TypeError, RuntimeError):  # As an operator that has no kernel there.
         return None
 
 
@@ -195,8 +192,8 @@ def _replica(
 ) -> _Replica:
     dtype, asked = COMPUTE_DTYPES.get(options.precision), strategy.parallel_options(options.precision)
     with nullcontext() if strategy.has_host_memory else torch.device(simulation.device):
-        model, loss = _build(planned, dims)
-    _checkpoint(planned, strategy, model)
+        model, loss = build(planned, dims)
+    checkpoint_blocks(planned, strategy, model)
     if dims.tp > 1:
         parallelize(model, planned.tensor_plan, dims, attention_rules=planned.attention_rules)
     called, optimizer = _parallelized(planned, asked, model, dims, simulation)
@@ -207,7 +204,7 @@ def _replica(
         tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
         before = simulation.on("cpu").current_bytes
         with _divided_sequence(dims) as divide:
-            with _autocast(None if asked.parallel == "fsdp" else dtype, simulation.device.type):
+            with autocast(None if asked.parallel == "fsdp" else dtype, simulation.device.type):
                 result = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
             if strategy.offload:
                 replica.offloaded_bytes = simulation.on("cpu").current_bytes - before
@@ -237,16 +234,6 @@ def _divided_sequence(dims: ParallelDims) -> Iterator[Callable[..., Tensor]]:
 
     with context_parallel(dims):
         yield divided
-
-
-def _build(planned: PlannedModel, dims: ParallelDims) -> Built:
-    return planned.build() if planned.build_over is None else planned.build_over(dims)
-
-
-def _dims(asked: ParallelOptions) -> ParallelDims:
-    dims = parallel_dims(asked, group_of().size)
-    group_of(dims)  # The groups are made aside.
-    return dims
 
 
 class _Operators(NamedTuple):
@@ -307,102 +294,38 @@ def _averaging(model: nn.Module, data: Group, simulation: Simulation) -> nn.Modu
 
 
 def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
-    """The memory of the rank that needs most, and the time of the slowest one."""
-    rates, estimates = rates_of(options, strategy.ranks), list[Estimate]()
-    for rank in ranks_to_simulate(planned, strategy):
-        estimates.append(_estimate_stages(planned, strategy, options, rank))
+    """The memory of the rank that needs most, the work of the slowest one, and the time of the schedule."""
+    rates, ranks = rates_of(options, strategy.ranks), ranks_to_simulate(planned, strategy)
+    estimates = [_estimate_stages(planned, strategy, options, rank) for rank in ranks]
     slowest = max(estimates, key=lambda estimate: 0.0 if estimate.work is None else step_seconds(estimate.work, rates))
     fullest = max(estimates, key=lambda estimate: estimate.peak_bytes)
-    return replace(fullest, work=slowest.work, bytes_sent=slowest.bytes_sent)
-
-
-def ranks_to_simulate(planned: PlannedModel, strategy: Strategy) -> list[int]:
-    """Returns the first and the last rank of a pipeline, and the one with the most blocks x live micro-batches."""
-    num_ranks = strategy.model_ranks
-    with torch.device("meta"):
-        model: Any = planned.build().model
-    cuts = planned.cuts(model, num_ranks)
-    if cuts is None:
-        return sorted({0, num_ranks - 1})
-    starts = [0, *(int(name.rpartition(".")[2]) for name in cuts), len(model.blocks)]
-    live = peak_live(_schedule(strategy))
-    fullest = max(range(num_ranks), key=lambda rank: (starts[rank + 1] - starts[rank]) * live[rank])
-    return sorted({0, fullest, num_ranks - 1})
+    seconds = pipeline_seconds(planned, strategy, options)
+    return replace(fullest, work=slowest.work, bytes_sent=slowest.bytes_sent, seconds=seconds)
 
 
 def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:
     """A rank of a pipeline: its stages, in the order of the schedule."""
-    asked, size = strategy.parallel_options(options.precision), options.batch // strategy.data_ranks // strategy.chunks
+    asked = strategy.parallel_options(options.precision)
     with simulate(world_size=strategy.ranks) as simulation:
         with simulation.aside():
-            dims = _dims(asked)
-        model, stage, passed = _stage(planned, strategy, dims, rank, (size, options.sequence))
-        if strategy.shards_stages:
-            shard_stage(stage, model, dims, asked)
-        del model  # The other stages.
+            dims = dims_of(asked)
+        built = build_stage(planned, strategy, dims, rank, options)
+        params = list(built.stage.parameters())
         # Pipelines beside each other average whole stages by DistributedDataParallel, which keeps buckets as well.
         has_buckets = dims.size("edp") > 1 and not strategy.shards_stages
-        buckets = [torch.zeros_like(param) for param in stage.parameters()] if has_buckets else []
+        buckets = [torch.zeros_like(param) for param in params] if has_buckets else []
         for bucket in buckets:
             simulation.label(bucket, "reduction")
-        step = _step_of_stage(stage, passed[rank], strategy, asked, rank, averages=has_buckets)
+
+        def average() -> None:
+            if has_buckets:  # The message that has the gradients of all parameters.
+                torch.cat([param.grad.view(-1) for param in params if param.grad is not None])
+
+        step = step_of_stage(built, strategy, asked, rank, average=average)
         operators = _two_steps(step, simulation)
-        params = sum(param.numel() for param in stage.parameters())
-        estimate = _read(strategy, simulation, operators, params, dims)
-        reduced = 0 if strategy.shards_stages else _averaged_bytes(stage, dims)
-    neighbors = [passed[place] for place in (rank, rank + 1) if 0 < place < strategy.model_ranks]
-    exchanged = strategy.chunks * sum(
-        tensor.nbytes for given in neighbors for tensor in tensors_in(given) if tensor.is_floating_point()
-    )
-    return _with_messages(estimate, exchanged, reduced)
-
-
-def _averaged_bytes(stage: nn.Module, dims: ParallelDims) -> int:
-    """What a rank sends where stages are whole: averages of all, and of what is not divided over the expert axis."""
-    all_bytes, of_experts = (
-        4 * sum(param.numel() for module in modules for param in module.parameters())
-        for modules in ([stage], [module for module in stage.modules() if isinstance(module, Experts)])
-    )
-    sums = ((dims.size("edp"), all_bytes), (dims.ep, all_bytes - of_experts))
-    return sum(2 * (size - 1) * num_bytes // size for size, num_bytes in sums)
-
-
-def _step_of_stage(
-    stage: Any, given: Any, strategy: Strategy, asked: ParallelOptions, rank: int, *, averages: bool
-) -> Callable[[], None]:
-    """Returns a step of a stage, with its optimizer: forwards and backwards of micro-batches of what it is given."""
-    dtype = COMPUTE_DTYPES.get(asked.precision)
-    actions = _schedule(strategy).compute_actions()[rank]
-    optimizer = AdamW(stage.parameters(), lr=1e-3, fused=True)
-    scaler = ShardedGradScaler(enabled=dtype == torch.float16)
-    live: dict[int, tuple[Any, Any]] = {}
-
-    def forward(index: int) -> None:
-        inputs = map_tensors(_stage_input, given)
-        with _autocast(None if strategy.shards_stages else dtype):
-            live[index] = inputs, stage(*inputs)
-
-    def backward(index: int) -> None:
-        _, output = live.pop(index)
-        roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
-
-    def step() -> None:
-        left = strategy.chunks  # Of the backward passes; gradients are reduced in the last one.
-        for action in actions:
-            if action.kind is Kind.FORWARD:
-                forward(action.micro_batch)
-                continue
-            left -= 1
-            with stage.no_sync() if strategy.shards_stages and left else nullcontext():
-                backward(action.micro_batch)
-        if averages:  # The message that has the gradients of all parameters.
-            torch.cat([param.grad.view(-1) for param in stage.parameters()])
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    return step
+        estimate = _read(strategy, simulation, operators, sum(param.numel() for param in params), dims)
+        reduced = 0 if strategy.shards_stages else averaged_bytes(built.stage, dims)
+    return _with_messages(estimate, strategy.chunks * (built.bytes_received + built.bytes_sent), reduced)
 
 
 def _with_messages(estimate: Estimate, exchanged: int, reduced: int) -> Estimate:
@@ -411,61 +334,12 @@ def _with_messages(estimate: Estimate, exchanged: int, reduced: int) -> Estimate
     work = estimate.work._replace(
         overlapped_bytes=estimate.work.overlapped_bytes + exchanged,
         after_step_bytes=estimate.work.after_step_bytes + reduced,
-        bubble=simulate_schedule(_schedule(estimate.strategy)).bubble,
+        bubble=simulate_schedule(schedule_of(estimate.strategy)).bubble,
     )
     sent = {"send": exchanged, **estimate.bytes_sent}
     if reduced:
         sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
     return replace(estimate, host_peak_by_kind={}, bytes_sent=sent, work=work)
-
-
-def _schedule(strategy: Strategy) -> Schedule:
-    return get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
-
-
-class _BuiltStage(NamedTuple):
-    """The full model, the stage of a rank, and what each stage is given: tokens and targets, then activations."""
-
-    model: Any  # a GPT where stages are sharded
-    stage: nn.Module
-    inputs: list[tuple[Tensor, ...]]
-
-
-def _stage(
-    planned: PlannedModel, strategy: Strategy, dims: ParallelDims, rank: int, shape: tuple[int, int]
-) -> _BuiltStage:
-    """Builds and cuts the model; tokens have the shape `shape`."""
-    model, _ = _build(planned, dims)
-    cuts = planned.cuts(model, strategy.model_ranks)
-    if cuts is None:
-        raise ValueError(f"nothing says where {planned.title} is cut into stages: see scale_pipe.split")
-    _checkpoint(planned, strategy, model)
-    if dims.tp > 1:
-        parallelize(model, planned.tensor_plan, dims, attention_rules=planned.attention_rules)
-    stages = split(model, cuts)
-    tokens = torch.zeros(shape, dtype=torch.int64)
-    passed: list[tuple[Tensor, ...]] = [(tokens, tokens)]
-    with torch.no_grad():
-        for stage in stages[:-1]:
-            passed.append((stage(*passed[-1]),))
-    return _BuiltStage(model, stages[rank], passed)
-
-
-def _stage_input(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.is_floating_point())
-
-
-def _checkpoint(planned: PlannedModel, strategy: Strategy, model: nn.Module) -> None:
-    """Sets what each block does with its activations, as `scale-train lm` does."""
-    kept: How = "offload" if strategy.offload else "keep"
-    how: dict[str, How] = {"none": kept, "all": "recompute", "selective": "selective"}
-    for name in plan_units(model, planned.blocks(model)):
-        if name:
-            apply_checkpointing(model.get_submodule(name), how[strategy.checkpoint], offload_inputs=strategy.offload)
-
-
-def _autocast(dtype: torch.dtype | None, device_type: str = "cpu") -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else torch.autocast(device_type, dtype)
 
 
 def _read(

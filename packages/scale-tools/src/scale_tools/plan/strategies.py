@@ -284,7 +284,7 @@ def strategies(options: PlanOptions, num_layers: int | None) -> list[Strategy]:
 def with_offload(strategy: Strategy) -> Strategy | None:
     """Returns the same with activations on the host; None where that is not planned, or is so already.
 
-    The device beside the host in a simulation has no autocast, and its attention is not that of divided sequences.
+    It is planned where `fully_shard` casts the parameters, and sequences are whole.
     """
     casts_itself = strategy.parallel in ("fsdp", "fsdp-offload")
     casts_itself |= strategy.parallel == "tensor-parallel" and strategy.data_ranks > 1

@@ -9,6 +9,7 @@ model, `nn.MultiheadAttention`, or a checkpoint that computes a block again.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from scale_core.comm.collectives import exchange
 from scale_core.comm.context_parallel_group import note_backward, set_context_parallel_group
 from scale_core.comm.group import Group, GroupLike
-from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks
+from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks, stand_in
 from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.hooks.autograd import in_backward
 from scale_tp.attention.model_checks import checked_models
@@ -34,6 +35,7 @@ Attention: TypeAlias = Literal["ring", "ulysses"]
 _OPERATOR = torch.ops.aten.scaled_dot_product_attention.default
 # The keys that an operator made of others is looked up by, with gradients and in inference mode.
 _DISPATCH_KEYS = tuple(key for device in ("CPU", "CUDA", "XPU") for key in (f"Autograd{device}", device))
+_SIMULATED_KEY = "AutogradPrivateUse1"  # Where `scale_check.simulate` has the kernel of its accelerator
 _NUM_COMPARED = 32  # elements of a key and a value
 
 
@@ -224,6 +226,10 @@ class _Kernel:
             self._library = torch.library.Library("aten", "IMPL")
             for key in _DISPATCH_KEYS:
                 self._library.impl("scaled_dot_product_attention", self._compute, key)
+            if stand_in() is not None:
+                with warnings.catch_warnings():  # torch warns of a kernel that takes the place of another one.
+                    warnings.simplefilter("ignore", UserWarning)
+                    self._library.impl("scaled_dot_product_attention", self._compute, _SIMULATED_KEY)
 
     def leave(self, block: _Block) -> None:
         self._blocks.remove(block)
