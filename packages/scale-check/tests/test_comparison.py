@@ -53,3 +53,15 @@ def test_of_one_number_the_ranks_have_a_mean_or_a_sum() -> None:
         assert beside(plain, torch.full(shape, 1.0), torch.full(shape, 3.0), key=key).first is None
         assert beside(plain, torch.full(shape, 0.5), torch.full(shape, 1.5), key=key).first is None
         assert beside(plain, torch.full(shape, 0.5), torch.full(shape, 9.5), key=key).first is not None
+
+
+def test_of_the_gradients_of_a_step_the_most_wrong_is_named() -> None:
+    keys = [Key(1, Phase.GRADIENT, name) for name in ("first", "right", "second", "third")]
+    after = Key(1, Phase.WEIGHT, "first")
+    plain = Recording(dict.fromkeys([*keys, after], torch.ones(2, dtype=torch.float64)))
+    errors = dict(zip([*keys, after], (1e-6, 0.0, 1e-3, 1e-4, 1.0), strict=True))
+    ranks = Recording({key: plain.tensors[key] + errors[key] for key in plain.tensors})
+    report = compare(plain, [ranks], dict.fromkeys(plain.tensors, 1e-12))
+    assert report.first is not None and (report.first.phase, report.first.name) == ("gradient of", "second")
+    assert report.equal_before == "step 1: gradient of right" and report.also == 3
+    assert [difference.name for difference in report.differences] == ["first", "second", "third", "first"]

@@ -1,7 +1,8 @@
-"""Each rank has a process that imports torch once, and forks for each run of the script."""
+"""Each rank has a process that imports torch and what the script begins with once, and forks for each of its runs."""
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -41,6 +42,57 @@ def test_ranks_have_processes_of_their_own_for_all_runs() -> None:
     of_one_process = {parent for _, num_ranks, parent in runs if num_ranks == "1"}
     assert of_ranks.keys() == {"0", "1"} and of_ranks["0"] != of_ranks["1"]
     assert of_one_process == set(of_ranks.values())
+
+
+# Each import of the library appends the number of its process.
+LIBRARY = """
+import os, threading
+with open("imports", "a") as imports:
+    print(os.getpid(), file=imports)
+"""
+# With a dropout that draws, the check ends with code 2.
+DROPPED = """
+class Dropped(torch.nn.Linear):
+    def forward(self, x):
+        return dropout(super().forward(x))
+
+"""
+# What the library does, how the script imports it, and how many processes import it: one for each rank, or each of the
+# four runs as well.
+OF_LIBRARIES = {
+    "any": ("", "import some_library", 2),
+    "asks for the rank": ("rank = os.environ.get('RANK')", "import some_library", 6),
+    "starts a thread": (
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+        "import some_library",
+        6,
+    ),
+    "may be missing": ("", "try:\n    import some_library\nexcept ImportError:\n    pass", 4),
+    "takes dropout": ("from torch.nn.functional import dropout", "from some_library import dropout", 2),
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+@pytest.mark.parametrize("kind", OF_LIBRARIES)
+def test_a_library_is_imported_once_where_forks_may_share_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, statement, num_imports = OF_LIBRARIES[kind]
+    Path("libraries").mkdir()
+    Path("libraries", "some_library.py").write_text(f"{LIBRARY}{content}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["libraries", os.environ.get("PYTHONPATH", "")]))
+    script = (
+        SCRIPT.replace("model = torch.nn.Linear", f"{DROPPED}model = Dropped") if kind == "takes dropout" else SCRIPT
+    )
+    Path("script.py").write_text(f"{statement}\n{script}")
+    assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
+    assert len(Path("imports").read_text().split()) == num_imports
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+def test_a_module_beside_the_script_is_imported_in_each_run() -> None:
+    Path("own_module.py").write_text(LIBRARY)
+    Path("script.py").write_text(f"import own_module\n{SCRIPT}")
+    assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
+    assert len(Path("imports").read_text().split()) == 4
 
 
 def test_a_run_that_a_signal_ends_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,6 +31,8 @@ for epoch in range(3):
         nn.functional.cross_entropy(model(x), y).backward()
         if bug == "frozen" and dist.get_rank() == 1:
             net[3].bias.grad.zero_()
+        if "clipped" in sys.argv:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
 """
 FSDP2 = """
@@ -258,7 +260,8 @@ def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixtur
     [
         (["ddp.py", "not averaged"], "step 1: gradient of 0.weight differs"),
         (["fsdp2.py", "bn"], "step 1: output of 1 differs on ranks 0, 1"),
-        (["divided.py", "wrong"], "step 1: gradient of "),
+        (["ddp.py", "frozen", "clipped"], "step 1: gradient before clipping of 3.bias differs on rank 1"),
+        (["divided.py", "wrong"], "step 1: gradient before clipping of "),
         (["divided_loader.py", "wrong"], "step 1: gradient of "),
         (["lengths.py", "other loss"], "step 1: output of the model"),
         (["learning_rate.py"], "step 1: optimizer option lr of group 0 differs on rank 0: one process has 0.01"),

@@ -40,7 +40,7 @@ class ParityVerdict(enum.Enum):
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first tensor that differs.
+    """The first tensor that differs; of the gradients that an optimizer steps on, the one that differs most.
 
     Attributes:
         step: The optimizer's step, from 1.
@@ -93,9 +93,9 @@ class Report:
         num_compared: How many tensors were compared.
         largest_ratio: Of all tensors, the largest difference beside the program's rounding.
         equal_before: The last tensor before the first difference, in words; "" where there is none.
-        also: How many later tensors differ, too.
+        also: How many other tensors differ, too.
         num_nan: How many tensors have a NaN, at the same places.
-        first_key: The key of the first difference in the recordings.
+        differences: Of all tensors that differ, in the order of time.
 
     See also: [the guide to comparing with one process](../guides/check.md).
     """
@@ -107,7 +107,7 @@ class Report:
     equal_before: str = ""
     also: int = 0
     num_nan: int = 0
-    first_key: Key | None = None
+    differences: tuple[FirstDifference, ...] = ()
 
     def __str__(self) -> str:
         if self.first is None:
@@ -115,7 +115,7 @@ class Report:
             nan = f"; {self.num_nan} of them have a NaN, at the same places" if self.num_nan else ""
             return f"{self.num_compared} tensors are {self.verdict.value}{how}{nan}"
         before = f" The last tensor before it that is right: {self.equal_before}." if self.equal_before else ""
-        also = f" {self.also} later ones differ, too." if self.also else ""
+        also = f" {self.also} others differ, too." if self.also else ""
         return f"{self.first}.{before}{also}"
 
     def to_json(self) -> dict[str, Any]:
@@ -169,17 +169,30 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         verdict = ParityVerdict.EQUAL if are_equal else ParityVerdict.ROUNDING
         num_nan = sum(comparison.has_nan for comparison in comparisons)
         return Report(verdict, None, len(comparisons), largest, num_nan=num_nan)
-    first, *later = differing
-    before = str(comparisons[first - 1].key) if first else ""
+    first = _most_wrong(comparisons, differing)
+    is_right = set(range(first)).difference(differing)
+    differences = tuple(comparisons[number].difference for number in differing)
     return Report(
         ParityVerdict.BUG,
         comparisons[first].difference,
         len(comparisons),
         largest,
-        before,
-        len(later),
-        first_key=comparisons[first].key,
+        str(comparisons[max(is_right)].key) if is_right else "",
+        len(differing) - 1,
+        differences=tuple(difference for difference in differences if difference is not None),
     )
+
+
+def _most_wrong(comparisons: Sequence[_Compared], differing: Sequence[int]) -> int:
+    """The number of the first difference; among gradients that an optimizer steps on, that of the largest.
+
+    If gradients are clipped by the norm of all of them, an error in one changes all others a little.
+    """
+    key = comparisons[differing[0]].key
+    if key.phase is not Phase.GRADIENT:
+        return differing[0]
+    of_step = [number for number in differing if comparisons[number].key[:2] == key[:2]]
+    return max(of_step, key=lambda number: comparisons[number].ratio)
 
 
 def _compare_one(
@@ -190,8 +203,10 @@ def _compare_one(
         return None  # Optimizers that divide their state among the ranks keep it under names of their own.
     if key.phase is Phase.OPTION and by_rank.keys() != set(range(len(ranks))):
         return None  # Some make groups of their own.
-    if key.phase is Phase.GRADIENT and any(recording.hides_gradients for recording in ranks):
+    if key.phase in (Phase.UNCLIPPED, Phase.GRADIENT) and any(recording.hides_gradients for recording in ranks):
         return None
+    if key.phase is Phase.UNCLIPPED and by_rank.keys() != set(range(len(ranks))):
+        return None  # Others take norms of gradients in a way of their own.
     if by_rank.keys() != set(range(len(ranks))) and key.phase is not Phase.STATE:
         missing_ranks = tuple(rank for rank in range(len(ranks)) if rank not in by_rank)
         return _incomparable(key, missing_ranks, "there is none")

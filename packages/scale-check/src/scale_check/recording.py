@@ -10,7 +10,7 @@ import enum
 import importlib
 import re
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ class Phase(enum.Enum):
     OUTPUT = "output of"
     LOSS = "loss"
     OUTPUT_GRADIENT = "gradient of the output of"
+    UNCLIPPED = "gradient before clipping of"
     GRADIENT = "gradient of"
     OPTION = "optimizer option"
     WEIGHT = "weight after the step:"
@@ -213,6 +214,13 @@ class Recorder:
     def add_random_state(self) -> None:
         """Records the state of the CPU's random generator after the step that has just ended."""
         self.recording.tensors[Key(self.step - 1, Phase.RANDOM, "")] = torch.get_rng_state()
+
+    def add_before_clipping(self, tensors: Iterable[Tensor]) -> None:
+        """Records those of some tensors that are gradients of parameters; their norm is taken next."""
+        names = {id(param.grad): name for name, param in self._named_params() if param.grad is not None}
+        for tensor in tensors:
+            if (name := names.get(id(tensor))) is not None:
+                self.add(Key(self.step, Phase.UNCLIPPED, name), tensor)
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if _is_recomputing():

@@ -1,8 +1,10 @@
-"""`python -m scale_check.script`: runs the script in processes that are forked from this one."""
+"""`python -m scale_check.script [script.py ...]`: runs the script in processes that are forked from this one."""
 
 from __future__ import annotations
+
+import sys
 
 from scale_check.script.fork_server import serve
 
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1:])

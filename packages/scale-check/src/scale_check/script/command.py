@@ -18,7 +18,7 @@ from pathlib import Path
 
 from scale_check import noise
 from scale_check.comparison import Report, compare
-from scale_check.recording import Recording, with_joined_calls
+from scale_check.recording import Key, Phase, Recording, with_joined_calls
 from scale_check.script.data import Samples, SamplesError
 from scale_check.script.fork_server import ForkServer
 from scale_check.script.rank import ScriptResult, ScriptTask
@@ -57,16 +57,19 @@ def run_script(
     """
     with tempfile.TemporaryDirectory(prefix="scale-check-") as temp_dir, ExitStack() as stack:
         folder = Path(temp_dir)
-        servers = [stack.enter_context(ForkServer(folder / f"server-{rank}")) for rank in range(num_ranks)]
+        script = () if is_module else tuple(arguments)
+        servers = [stack.enter_context(ForkServer(folder / f"server-{rank}", script)) for rank in range(num_ranks)]
         runner = _Runner(servers, limit_seconds)
         task = ScriptTask(tuple(arguments), is_module, steps, None, 0, folder)
         report = _compare_runs(task, runner, folder / "first")
-        key = report.first_key
-        if report.first is None or key is None or None not in report.first.index:
+        first = report.first
+        if first is None or None not in first.index:
             return report
-        task = replace(task, steps=key.step, whole=frozenset([key.of_all_calls()]))
+        tensor = (first.step, first.phase, first.name)
+        task = replace(task, steps=first.step, whole=frozenset([Key(first.step, Phase(first.phase), first.name)]))
         detailed = _compare_runs(task, runner, folder / "second")
-    return replace(report, first=detailed.first) if detailed.first_key == key else report
+    of_tensor = [other for other in detailed.differences if (other.step, other.phase, other.name) == tensor]
+    return replace(report, first=of_tensor[0]) if of_tensor else report
 
 
 @dataclass(frozen=True)

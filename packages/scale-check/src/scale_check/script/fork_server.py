@@ -1,6 +1,7 @@
-"""A process for each rank that imports torch once, and forks for each run of the script.
+"""A process for each rank that makes the imports of a script once, and forks for each run of it.
 
-A check runs the script in four processes or more, and of a short run imports take most of the time. Each rank has a
+A check runs the script in four processes or more, and of a short run imports take most of the time. So torch is
+imported before the first fork, and what the script imports before its first other line: see `imports`. Each rank has a
 process of its own, so ranks still have other hashes and other addresses: an order that a script takes from a `set` is
 another one on each rank, as under torchrun.
 """
@@ -12,12 +13,14 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from scale_check.script import pickles
+from scale_check.script.imports import import_for_script
 from scale_check.script.rank import ScriptTask, run_task
 from scale_core.launch.parent import die_with_parent
 
@@ -25,6 +28,7 @@ from scale_core.launch.parent import die_with_parent
 _FORKS = sys.platform == "linux"
 # What the first optimizer of a process imports. It asks no device, so processes that are forked may use theirs.
 _PRELOADED = "torch._dynamo"
+_COMMAND = (sys.executable, "-m", "scale_check.script")
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,12 @@ class ForkServer:
 
     Args:
         output: Where that process says what it has to say, if it can't begin.
+        script: The script of the tasks and its arguments, whose first imports are made once; empty for none.
     """
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, script: Sequence[str] = ()) -> None:
         self._output = output
+        self._script = script
         self._process: subprocess.Popen[bytes] | None = None
         self._run: _Run | None = None
 
@@ -100,7 +106,7 @@ class ForkServer:
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         with self._output.open("wb") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "scale_check.script"],
+                [*_COMMAND, *self._script],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=output,
@@ -108,10 +114,16 @@ class ForkServer:
             )
 
 
-def serve() -> None:
-    """Runs the tasks whose files stdin names, until it ends."""
+def serve(script: Sequence[str]) -> None:
+    """Runs the tasks whose files stdin names, until it ends.
+
+    Args:
+        script: As `ForkServer` takes it.
+    """
     if _FORKS:
         importlib.import_module(_PRELOADED)
+        if script and not import_for_script(script):
+            os.execv(sys.executable, _COMMAND)  # What has been imported goes; the process and its pipe stay.
     for line in sys.stdin:
         run: _Run = pickle.loads(Path(line.rstrip("\n")).read_bytes())
         if not _FORKS:

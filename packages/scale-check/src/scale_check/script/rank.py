@@ -128,8 +128,8 @@ def without_dropout() -> Iterator[None]:
 
 
 @contextmanager
-def exact_norms() -> Iterator[None]:
-    """Has norms of float32 tensors summed in float64.
+def exact_norms(before: Callable[[Sequence[Tensor]], object] = lambda tensors: None) -> Iterator[None]:
+    """Has norms of float32 tensors summed in float64, and calls `before` with tensors whose norms are taken next.
 
     torch adds up their squares in float32, and the error grows with the number of elements: 2e-4 of the norm of 38M of
     them, and a third of that for each half. Ranks that have shards clip by another norm, and the difference is no
@@ -139,12 +139,14 @@ def exact_norms() -> Iterator[None]:
     foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 
     def exact_vector_norm(x: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        before([x])
         if x.dtype is not torch.float32 or dtype is not None or "out" in kwargs:
             return vector_norm(x, *args, dtype=dtype, **kwargs)
         norm: Tensor = vector_norm(x, *args, dtype=torch.float64, **kwargs)
         return norm.to(x.dtype)
 
     def exact_foreach_norm(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Sequence[Tensor]:
+        before(tensors)
         if any(tensor.dtype is not torch.float32 for tensor in tensors) or len(args) > 1 or "dtype" in kwargs:
             return foreach_norm(tensors, *args, **kwargs)
         return [norm.to(torch.float32) for norm in foreach_norm(tensors, *args, **kwargs, dtype=torch.float64)]
@@ -179,7 +181,7 @@ def run_task(task: ScriptTask) -> int:
     code = 0
     seed_everything(SEED)
     loaders = keeping(samples) if task.samples is None else replaying(task.samples)
-    with recorder.hooks(), loaders, without_dropout(), exact_norms():
+    with recorder.hooks(), loaders, without_dropout(), exact_norms(recorder.add_before_clipping):
         try:
             if task.is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
