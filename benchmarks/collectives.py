@@ -26,6 +26,7 @@ from report import Table, save
 from team import ALLOCATOR_FOR_TIME, Handlers, Nursery, Team, raise_ranks
 
 from scale_core.comm import collectives
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.group import group_of
 
 WORLD_SIZE = 2
@@ -57,7 +58,7 @@ class Buffers:
             ("scale", "all_gather"): lambda: collectives.all_gather(self.full, self.shard, self.group).wait(),
             ("scale", "reduce_scatter"): lambda: collectives.reduce_scatter(self.full, self.group).wait(),
             ("scale", "all_reduce"): lambda: collectives.all_reduce(self.full, self.group).wait(),
-            ("scale", "all_to_all"): lambda: collectives.all_to_all(self.other, self.full, self.group).wait(),
+            ("scale", "all_to_all"): lambda: all_to_all(self.other, self.full, self.group).wait(),
             ("gloo", "all_gather"): lambda: dist.all_gather_into_tensor(self.full, self.shard),
             ("gloo", "reduce_scatter"): lambda: dist.reduce_scatter_tensor(self.shard, self.full),
             ("gloo", "all_reduce"): lambda: dist.all_reduce(self.full),

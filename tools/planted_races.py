@@ -92,7 +92,7 @@ NO_WAIT = "                    works.pop(0)"
 
 FAULTS = [
     Fault(
-        "scale-core/optim/step_checks.py",
+        "scale-core/optim/step_hooks.py",
         "            owner.wait_sent()  # A forward",
         "            pass  # A forward",
         of_fsdp("without_a_backward"),
@@ -153,8 +153,8 @@ FAULTS = [
     ),
     Fault(
         BUFFER,
-        "        self.release()\n        self.wait_sent()\n\n    # Full",
-        "        self.release()\n\n    # Full",
+        "        self.release()\n        self.wait_sent()\n\n    def load",
+        "        self.release()\n\n    def load",
         of_fsdp("loaded or failed"),
     ),
     Fault(BUFFER, "        self.wait_sent()\n        super().load", "        super().load", of_fsdp("loaded")),

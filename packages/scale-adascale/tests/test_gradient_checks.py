@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scale_adascale.measurement.gradient_checks import (
-    are_zero,
-    bit_checksum,
-    checksum_term,
-    fingerprint,
-    has_new,
-    rank_factor,
-    versions_of,
-    were_changed,
-)
+from scale_adascale.measurement.norm_reduction import bit_checksum, checksum_term, rank_factor
+from scale_adascale.measurement.param_info import fingerprint
+from scale_adascale.measurement.step_statistics import are_zero, has_new, versions_of, were_changed
 from scale_core.comm.group import Group
 
 

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import _divisor_before, all_gather, all_reduce, broadcast, reduce_scatter
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.layer_collectives import all_reduce_in_rank_order, all_to_all
+from scale_core.comm.rank_order_sum import all_reduce_in_rank_order
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool)
 SIZES = (0, 1, 5)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from scale_core import fault_points
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import all_gather, all_reduce, broadcast, exchange, reduce_scatter
 from scale_core.comm.group import group_of
-from scale_core.comm.layer_collectives import all_to_all
 from scale_core.testing import RankError, faults, run_ranks, scaled_by_load
 from scale_snapshot import SnapshotError, snapshot
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import (
     all_gather,
     all_reduce,
@@ -22,7 +23,6 @@ from scale_core.comm.collectives import (
     reduce_scatter,
 )
 from scale_core.comm.group import group_of
-from scale_core.comm.layer_collectives import all_to_all
 from scale_core.errors import TransferError
 from scale_core.optim.grad_scaler import ShardedGradScaler
 

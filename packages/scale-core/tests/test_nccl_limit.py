@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from scale_core import compat
-from scale_core.comm import collectives
 from scale_core.comm.group import Group
-from scale_core.comm.limits import limit_of
+from scale_core.comm.subgroups import new_group_limit
+from scale_core.comm.work import limit_of
 from scale_core.launch import rendezvous
 from scale_core.launch.rendezvous import init_distributed
 
@@ -58,7 +58,7 @@ def test_the_host_waits_less_than_nccl_in_a_users_group() -> None:
 def test_a_new_group_has_the_limits_of_its_parent() -> None:
     whole: Any = StubGroup(300.0)
     compat.extend_nccl_limit(whole, timedelta(seconds=300))
-    timeout = collectives.new_group_limit(Group(0, 2, whole, "nccl", (0, 1)))
+    timeout = new_group_limit(Group(0, 2, whole, "nccl", (0, 1)))
     assert timeout is not None
     part: Any = StubGroup(timeout.total_seconds())
     assert limit_of(part, None) == limit_of(whole, None) == 300.0 < part.nccl.seconds == whole.nccl.seconds

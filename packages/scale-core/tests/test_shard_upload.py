@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import scale_core.flat.host_staged
 from scale_core.comm.group import Group
 from scale_core.device.streams import Stream, copy_over
-from scale_core.flat import storage, transport
+from scale_core.flat import storage
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.config import DevicePolicy, DtypePolicy
 from scale_core.flat.host_staged import HostToDeviceCopy
@@ -49,8 +49,7 @@ class Told(Stream):
 @contextmanager
 def told_streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     log: list[str] = []
-    for module in (storage, transport):
-        monkeypatch.setattr(module, "copy_stream", lambda device, what: Told(log, what))
+    monkeypatch.setattr(storage, "copy_stream", lambda device, what: Told(log, what))
     yield log
 
 
@@ -184,7 +183,7 @@ def test_a_copy_is_waited_for_by_the_side_that_receives_it() -> None:
 def test_on_cuda_a_cast_shard_equals_that_of_the_host(dtype: torch.dtype) -> None:
     shard = torch.randn((1 << 25) + 5).pin_memory()
     device = torch.device("cuda", torch.cuda.current_device())
-    stream = transport.copy_stream(device, "shards")
+    stream = storage.copy_stream(device, "shards")
     target, sending = torch.empty(shard.shape, dtype=dtype, device=device), HostToDeviceCopy(stream)
     with stream.run():
         torch.cuda._sleep(1_000_000_000)  # About half a second.

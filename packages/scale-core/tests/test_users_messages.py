@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import UNIT_TAGS, all_gather, exchange, exchange_text, reduce_scatter
 from scale_core.comm.group import group_of
-from scale_core.comm.layer_collectives import all_to_all
 
 UNIT_TAG = UNIT_TAGS[17]
 TAGS = [*range(20), 2**20, UNIT_TAGS.start, UNIT_TAG, UNIT_TAG + 1, 2**31 - 1]

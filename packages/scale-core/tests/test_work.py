@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from scale_core.comm import work as pending
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import all_gather, all_reduce, broadcast, exchange, reduce_scatter
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.layer_collectives import all_to_all
-from scale_core.comm.limits import LIMIT_VARIABLE, limit_of
-from scale_core.comm.work import CollectiveWork, wait_for
+from scale_core.comm.work import LIMIT_VARIABLE, CollectiveWork, limit_of, wait_for
 from scale_core.consistency.contract import Contract
 from scale_core.errors import ScaleDistributedError, TransferError
 from scale_core.launch import init_distributed

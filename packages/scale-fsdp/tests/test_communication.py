@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from scale_check.exact import assert_equal
 from scale_check.simulate import simulate
 from scale_core import ShardedGradScaler, StepError
-from scale_core.comm import collectives
+from scale_core.comm import all_to_all, collectives
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
 from scale_core.hooks.gradients import register_reduced_grad_hook
@@ -181,6 +181,7 @@ def test_bytes_on_gloo_are_those_of_the_formula() -> None:
         with pytest.MonkeyPatch.context() as patch:
             sent = Sent(node_size)
             patch.setattr(collectives, "post_messages", sent)
+            patch.setattr(all_to_all, "post_messages", sent)
             accumulate(model, [batch("gpt", 0)], False)
         assert (sent.inside, sent.between) == expected
 
@@ -213,6 +214,7 @@ def test_a_quantized_model_is_resharded() -> None:
             expected = reference.step(data, False)[rank]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(collectives, "post_messages", sent)
+                patch.setattr(all_to_all, "post_messages", sent)
                 assert accumulate(model, data[rank], False) == expected
             assert (sent.inside, sent.between) == by_formula(model, 2)
             assert_same_grads(model, plain)

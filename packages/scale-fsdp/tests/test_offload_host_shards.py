@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import scale_core.flat.host_staged
 from scale_core.device.streams import Stream
-from scale_core.flat import storage, transport
+from scale_core.flat import storage
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, ShardedEMA, fully_shard
 from scale_fsdp.runtime.unit import units_in
@@ -49,8 +49,7 @@ class Late(Stream):
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     stream = Late()
-    for module in (storage, transport):
-        monkeypatch.setattr(module, "copy_stream", lambda device, what: stream)
+    monkeypatch.setattr(storage, "copy_stream", lambda device, what: stream)
     monkeypatch.setattr(scale_core.flat.host_staged, "copy_into", stream.begin)
     yield stream
     stream.synchronize()

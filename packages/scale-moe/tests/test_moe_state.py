@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import scale_moe.gradients
-from scale_core.comm import collectives
+from scale_core.comm import all_to_all, collectives
 from scale_core.comm.group import Group
-from scale_core.comm.limits import LIMIT_VARIABLE
+from scale_core.comm.work import LIMIT_VARIABLE
 from scale_core.errors import ContractError, TransferError
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
@@ -298,6 +298,7 @@ def test_other_gradient_orders_are_errors_of_unnamed_messages() -> None:
     with (
         mock.patch.object(scale_moe.gradients, "peer_to_peer", return_value=False),
         mock.patch.object(collectives, "peer_to_peer", return_value=False),
+        mock.patch.object(all_to_all, "peer_to_peer", return_value=False),
     ):
         found, rank = [], dist.get_rank()
         model = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in "abc"})

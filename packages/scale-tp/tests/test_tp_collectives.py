@@ -18,7 +18,7 @@ from parallelize_cases import gpt2, llama
 from torch import Tensor, nn
 from with_options import with_options
 
-from scale_core.comm import collectives
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import group_of
 from scale_tp import (
@@ -36,7 +36,7 @@ COUNTED = {
     "sum": moves.all_reduce_sum,
     "gather": moves.all_gather_along,
     "sum of parts": moves.reduce_scatter_along,
-    "copies": collectives.all_to_all,  # Nothing else of what is here sends to chosen ranks.
+    "copies": all_to_all,  # Nothing else of what is here sends to chosen ranks.
     "question": exchange,
 }
 

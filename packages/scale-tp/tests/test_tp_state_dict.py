@@ -127,7 +127,7 @@ def test_a_state_dict_of_one_rank_alone_is_refused() -> None:
         text = r"is divided between the ranks \[0, 1\], and not all of them have come to give their shards"
         # A transport without tags would take a collective of it for the next one of the other rank.
         with (
-            mock.patch.object(collectives, "_parts", wraps=collectives._parts) as begun,
+            mock.patch.object(collectives, "parts_by_rank", wraps=collectives.parts_by_rank) as begun,
             pytest.raises(ScaleDistributedError, match=text) as caught,
         ):
             model.state_dict()

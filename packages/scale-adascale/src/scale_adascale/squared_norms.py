@@ -1,4 +1,10 @@
-"""Squared norms of gradients in fp64: of one gradient, of a part of it, and products of two."""
+"""Squared norms of gradients in fp64: of one gradient, of a part of it, products of two, and of many while they come.
+
+A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
+ten times its cost in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
+over; of long ones norms of rows are written side by side. No gradient is kept itself unless it stays as it is: autograd
+would have to copy what it can take now, and the memory of a gradient may be used again. Nothing waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,7 @@ from torch import Tensor
 # The result is right to one unit in the last place of fp32 with any number of elements. Where more than CHUNK elements
 # are all below 1e-20 or above 1e17, fp32 can't hold the squares of CHUNK of them: then it is 0 or inf.
 CHUNK = 1024
+_SHORT = 1 << 12  # Elements up to which a gradient is copied rather than read at once.
 
 
 def sum_of_squares(gradient: Tensor) -> Tensor:
@@ -65,3 +72,87 @@ def _common_values(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         offsets = [offset * size + tensor.indices()[dim] for offset, tensor in zip(offsets, (one, other), strict=True)]
     first, second = (torch.isin(offset, elements) for offset, elements in (offsets, offsets[::-1]))
     return one.values()[first], other.values()[second]  # Coalesced indices are sorted.
+
+
+class _NormBuffers:
+    """Where the norms of one long gradient are written: those of its rows, [rows], and that of the rest, [1], fp64."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.numel, self.dtype = values.numel(), values.dtype
+        self.num_rows, self.rest = divmod(self.numel, CHUNK)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.norm_dtype = None if wide is self.dtype else wide
+        self.of_rows = torch.empty(self.num_rows, dtype=wide, device=values.device)
+        self.of_rest = torch.empty(1, dtype=torch.float64, device=values.device)
+        self.norms = [self.of_rows, self.of_rest] if self.rest else [self.of_rows]
+
+    def fill(self, values: Tensor) -> None:
+        norm, rows, remainder = torch.linalg.vector_norm, self.num_rows, self.rest
+        if not remainder:
+            norm(values.reshape(rows, CHUNK), dim=1, dtype=self.norm_dtype, out=self.of_rows)
+        elif not rows:
+            norm(values.reshape(1, remainder), dim=1, dtype=torch.float64, out=self.of_rest)
+        else:
+            flat = values.reshape(-1)
+            norm(flat[:-remainder].view(rows, CHUNK), dim=1, dtype=self.norm_dtype, out=self.of_rows)
+            norm(flat[-remainder:].view(1, remainder), dim=1, dtype=torch.float64, out=self.of_rest)
+
+
+class NormAccumulator:
+    """The squared norms of `num` indexed gradients on one device.
+
+    Its buffers live as long as it does: a new tensor for each gradient would keep the allocator from using freed
+    gradients again.
+    """
+
+    def __init__(self, num: int, device: torch.device) -> None:
+        self._num, self._device = num, device
+        self._buffers: dict[int, _NormBuffers] = {}  # of long gradients, by index
+        self._copies: dict[int, Tensor] = {}  # of short gradients, by index
+        self._norms: list[tuple[int, list[Tensor]]] = []  # indices, and tensors that have the same norm
+        self._added: Tensor | None = None
+        self._norm_indices: list[int] = []
+        self._index_tensor = torch.zeros(0, dtype=torch.int64, device=device)
+
+    def set(self, index: int, gradient: Tensor, *, stays: bool = False) -> None:
+        """Takes a gradient, the only one of its index until `clear`; `stays` if nothing changes it before `squares`."""
+        is_plain = gradient.layout is torch.strided and not gradient.is_complex()
+        if is_plain and gradient.numel() <= _SHORT:
+            self._norms.append((index, [gradient if stays else self._copied(index, gradient)]))
+            return
+        values = gradient if is_plain else stored_values(gradient)
+        buffers = self._buffers.get(index)
+        if buffers is None or buffers.numel != values.numel() or buffers.dtype is not values.dtype:
+            buffers = self._buffers[index] = _NormBuffers(values)
+        buffers.fill(values)
+        self._norms.append((index, buffers.norms))
+
+    def _copied(self, index: int, gradient: Tensor) -> Tensor:
+        copy = self._copies.get(index)
+        if copy is None or copy.shape != gradient.shape or copy.dtype is not gradient.dtype:
+            copy = self._copies[index] = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+        return copy.copy_(gradient)
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Adds the square of a gradient to those of its index, any number of times until `clear`."""
+        if self._added is None:
+            self._added = torch.zeros(self._num, dtype=torch.float64, device=self._device)
+        self._added[index] += sum_of_squares(gradient)
+
+    def clear(self) -> None:
+        self._norms, self._added = [], None
+
+    def squares(self) -> Tensor:
+        """The squares, [num], fp64; 0 of indices that had no gradient."""
+        squares = (
+            torch.zeros(self._num, dtype=torch.float64, device=self._device) if self._added is None else self._added
+        )
+        if not self._norms:
+            return squares
+        indices = [index for index, norms in self._norms for _ in norms]
+        if indices != self._norm_indices:
+            self._norm_indices = indices
+            self._index_tensor = torch.tensor(indices).to(self._device, non_blocking=True)
+        # The norm of rows' norms is that of all.
+        norms = torch.stack(torch._foreach_norm([norm for _, norms in self._norms for norm in norms], 2, torch.float64))
+        return squares.index_add(0, self._index_tensor, norms.mul_(norms))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core.comm.group import Group
-from scale_core.comm.layer_collectives import all_reduce_in_rank_order
+from scale_core.comm.rank_order_sum import all_reduce_in_rank_order
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.errors import TransferError
 

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from scale_core import compat
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import all_gather
 from scale_core.comm.group import Group
-from scale_core.comm.layer_collectives import all_to_all
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.same_call import check_same_call
 from scale_core.device.streams import tensor_on

@@ -1,6 +1,7 @@
 """Optimizer state sharding and ShardedDataParallel (ZeRO-1 and ZeRO-2) for PyTorch.
 
-`oss` is the optimizer, `sharded_ddp` the model around it, `options` what they take; read these first. Below them:
+`oss` is the optimizer, `step` its step, `sharded_ddp` the model around it, `options` what they take; read these first.
+Below them:
 
 - `buckets`: which rank updates which parameters, in flat memory;
 - `reducer`, `grad_accumulation`: gradients reduced in the backward pass, aborted, or accumulated;

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from scale_core.arguments import checked_arguments
 from scale_core.comm.fork import forked_error
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.comm.limits import limit_of
 from scale_core.comm.mesh import NewGroups, ParallelDims, new_group_along, rank_groups
+from scale_core.comm.work import limit_of
 from scale_core.compat import process_groups
 from scale_tp.split import check_size
 

@@ -2,6 +2,5 @@
 
 Support of pipelines, divided experts and context parallelism is frozen: it gets corrections only (see DESIGN.md).
 Begin with `step_statistics`, the estimates of one step; `local_grad_norms` listens to the backward pass,
-`norm_reduction` sums over ranks, `param_info` has the parts of each rank, `gradient_checks` the values that may not
-change, `errors` the texts that are raised.
+`norm_reduction` sums over ranks, `param_info` has the parts of each rank, `errors` the texts that are raised.
 """

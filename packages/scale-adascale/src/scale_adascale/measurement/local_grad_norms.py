@@ -5,13 +5,9 @@ none; its owner reports its gradient (`scale_core.hooks.gradients.register_local
 gradient of the samples of several ranks, as of experts that ranks divide, it tells that there is one, and what is
 measured is reported by source rank (`scale_core.hooks.source_grads`).
 
-A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
-ten times its cost in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
-over; of long ones norms of rows are written side by side. No gradient is kept unless it stays unchanged: autograd
-would have to copy what it can take now, and the memory of a gradient may be used again. Nothing waits for the device.
-
-A pass is a sample, and gradients are averaged when it ends; unless a pipeline runs the passes, which defines the sample
-is (`scale_core.hooks.microbatch_grads`). One step of a pipeline then counts as one pass that brings several samples.
+A pass is a sample, and gradients are averaged when it ends; unless a pipeline runs the passes, which defines what a
+sample is (`scale_core.hooks.microbatch_grads`). One step of a pipeline then counts as one pass that brings several
+samples.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from scale_adascale.squared_norms import CHUNK, stored_values, sum_of_squares
+from scale_adascale.squared_norms import NormAccumulator
 from scale_core import compat
 from scale_core.comm import context_parallel_group
 from scale_core.hooks.autograd import is_nested, register_post_backward, weak_hook
@@ -35,7 +31,6 @@ from scale_core.optim.step_checks import sharded_param_of
 from scale_core.shard import as_local, on_local_tensors, title_of
 
 _OURS = ("scale_", "torch.")  # Hooks of these packages read gradients, and leave them as they are.
-_SHORT = 1 << 12  # Elements up to which a gradient is copied rather than read at once.
 
 
 def has_later_hook(param: Tensor, handle: RemovableHandle) -> bool:
@@ -102,7 +97,6 @@ class LocalGradNorms:
         """Whether any parameter can have a gradient that is measured."""
         return bool(self._handles) or any(lacks_autograd_hooks(p) for p in self._params if p.requires_grad)
 
-    @on_local_tensors
     def register_hooks(self, params: Iterable[Tensor]) -> None:
         """Hooks those of these parameters that can have a gradient, by their indices in this order.
 
@@ -146,7 +140,6 @@ class LocalGradNorms:
         self._handles, self._global_handles, self._source_handle = {}, [], None
         self.reset()
 
-    @on_local_tensors
     def check_hooks(self) -> None:
         """Raises RuntimeError if hooks of others change gradients later, or an unfrozen parameter has no hook yet."""
         for index, param in enumerate(self._params):
@@ -289,8 +282,9 @@ class LocalGradNorms:
         try:
             if context_parallel_group.active_group is not None:
                 _refuse_parts(context_parallel_group.active_group.ranks)
-            self.check_hooks()
-            self._on_begin()
+            with as_local():
+                self.check_hooks()
+                self._on_begin()
         except RuntimeError:
             self.failed = True  # So that gradients may be cleared, in the middle of a step.
             raise
@@ -324,7 +318,8 @@ class LocalGradNorms:
             self._fail_pass()
             raise
         self.in_backward, self.step = False, None
-        self._on_end(weights)
+        with as_local():
+            self._on_end(weights)
 
     def _check_samples(self) -> None:
         """Refuses a pass through parts of samples if only their forward stood in the block."""
@@ -371,90 +366,6 @@ class LocalGradNorms:
     def _count_param(self, param: Tensor, grad: Tensor) -> None:
         for index in self.indices_of([param]):
             self._count(index, grad)
-
-
-class _NormBuffers:
-    """Where the norms of one long gradient are written: those of its rows, [rows], and that of the rest, [1], fp64."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.numel, self.dtype = values.numel(), values.dtype
-        self.num_rows, self.rest = divmod(self.numel, CHUNK)
-        wide = torch.promote_types(self.dtype, torch.float32)
-        self.norm_dtype = None if wide is self.dtype else wide
-        self.of_rows = torch.empty(self.num_rows, dtype=wide, device=values.device)
-        self.of_rest = torch.empty(1, dtype=torch.float64, device=values.device)
-        self.norms = [self.of_rows, self.of_rest] if self.rest else [self.of_rows]
-
-    def fill(self, values: Tensor) -> None:
-        norm, rows, remainder = torch.linalg.vector_norm, self.num_rows, self.rest
-        if not remainder:
-            norm(values.reshape(rows, CHUNK), dim=1, dtype=self.norm_dtype, out=self.of_rows)
-        elif not rows:
-            norm(values.reshape(1, remainder), dim=1, dtype=torch.float64, out=self.of_rest)
-        else:
-            flat = values.reshape(-1)
-            norm(flat[:-remainder].view(rows, CHUNK), dim=1, dtype=self.norm_dtype, out=self.of_rows)
-            norm(flat[-remainder:].view(1, remainder), dim=1, dtype=torch.float64, out=self.of_rest)
-
-
-class NormAccumulator:
-    """The squared norms of `num` indexed gradients on one device.
-
-    Its buffers live as long as it does: a new tensor for each gradient would keep the allocator from using freed
-    gradients again.
-    """
-
-    def __init__(self, num: int, device: torch.device) -> None:
-        self._num, self._device = num, device
-        self._buffers: dict[int, _NormBuffers] = {}  # of long gradients, by index
-        self._copies: dict[int, Tensor] = {}  # of short gradients, by index
-        self._norms: list[tuple[int, list[Tensor]]] = []  # indices, and tensors that have the same norm
-        self._added: Tensor | None = None
-        self._norm_indices: list[int] = []
-        self._index_tensor = torch.zeros(0, dtype=torch.int64, device=device)
-
-    def set(self, index: int, gradient: Tensor, *, stays: bool = False) -> None:
-        """Takes a gradient, the only one of its index until `clear`; `stays` if nothing changes it before `squares`."""
-        is_plain = gradient.layout is torch.strided and not gradient.is_complex()
-        if is_plain and gradient.numel() <= _SHORT:
-            self._norms.append((index, [gradient if stays else self._copied(index, gradient)]))
-            return
-        values = gradient if is_plain else stored_values(gradient)
-        buffers = self._buffers.get(index)
-        if buffers is None or buffers.numel != values.numel() or buffers.dtype is not values.dtype:
-            buffers = self._buffers[index] = _NormBuffers(values)
-        buffers.fill(values)
-        self._norms.append((index, buffers.norms))
-
-    def _copied(self, index: int, gradient: Tensor) -> Tensor:
-        copy = self._copies.get(index)
-        if copy is None or copy.shape != gradient.shape or copy.dtype is not gradient.dtype:
-            copy = self._copies[index] = torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        return copy.copy_(gradient)
-
-    def add(self, index: int, gradient: Tensor) -> None:
-        """Adds the square of a gradient to those of its index, any number of times until `clear`."""
-        if self._added is None:
-            self._added = torch.zeros(self._num, dtype=torch.float64, device=self._device)
-        self._added[index] += sum_of_squares(gradient)
-
-    def clear(self) -> None:
-        self._norms, self._added = [], None
-
-    def squares(self) -> Tensor:
-        """The squares, [num], fp64; 0 of indices that had no gradient."""
-        squares = (
-            torch.zeros(self._num, dtype=torch.float64, device=self._device) if self._added is None else self._added
-        )
-        if not self._norms:
-            return squares
-        indices = [index for index, norms in self._norms for _ in norms]
-        if indices != self._norm_indices:
-            self._norm_indices = indices
-            self._index_tensor = torch.tensor(indices).to(self._device, non_blocking=True)
-        # The norm of rows' norms is that of all.
-        norms = torch.stack(torch._foreach_norm([norm for _, norms in self._norms for norm in norms], 2, torch.float64))
-        return squares.index_add(0, self._index_tensor, norms.mul_(norms))
 
 
 def _refuse_parts(ranks: Sequence[int]) -> NoReturn:

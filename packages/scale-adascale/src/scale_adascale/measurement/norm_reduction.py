@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from scale_adascale.measurement.gradient_checks import check_not_flattened, checksum_term
-from scale_adascale.measurement.local_grad_norms import NormAccumulator
 from scale_adascale.measurement.param_info import all_params, param_info_of
-from scale_adascale.squared_norms import inner_product, part_of, sum_of_squares
+from scale_adascale.squared_norms import NormAccumulator, inner_product, part_of, stored_values, sum_of_squares
 from scale_core import compat
 from scale_core.comm.collectives import all_reduce, exchange, torch_group
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork
-from scale_core.shard import on_local_tensors
+from scale_core.shard import title_of
+from scale_core.state.param_ownership import flat_buffer_of
 
 
 class NormReducer:
@@ -52,7 +51,6 @@ class NormReducer:
             self.info = param_info_of(self._optimizer, self._data, self.model)
             self._key = key_of(self._optimizer)
 
-    @on_local_tensors
     @torch.no_grad()
     def start(
         self, squares: Iterable[Tensor], *, by_moments: bool, uncounted: frozenset[int] = frozenset()
@@ -68,7 +66,6 @@ class NormReducer:
         weights = [_zeroed(info.local_weights, uncounted), _zeroed(info.total_weights, uncounted)]
         return self._start([local, self._total_squares()], weights, by_moments)
 
-    @on_local_tensors
     @torch.no_grad()
     def start_consecutive(
         self, last_grads: Sequence[Tensor | None], *, by_moments: bool, uncounted: frozenset[int] = frozenset()
@@ -194,3 +191,71 @@ def _zeroed(weights: Tensor, indices: frozenset[int]) -> Tensor:
     if not indices:
         return weights
     return weights.index_fill(0, torch.tensor(sorted(indices)).to(weights.device, non_blocking=True), 0.0)
+
+
+def check_not_flattened(params: Iterable[Tensor]) -> None:
+    """Raises ValueError for a flat parameter, where each tensor's gradient is divided by its own second moments."""
+    for param in params:
+        buffer = flat_buffer_of(param)
+        if buffer is not None:
+            raise ValueError(
+                f"expected each parameter as a tensor of its own, got {title_of(param)}, which holds "
+                f"{len(buffer.names)}, as '{buffer.names[0]}': AdaScale divides the gradient of each by the root of "
+                "its own mean second moment, as Adam uses it, and of a flat one the gain would be another. Shard the "
+                "model with flatten_parameters=False, or measure gradients as they are by "
+                "AdaScale(..., options=AdaScaleOptions(preconditioned=False))"
+            )
+
+
+# Whether ranks with other data really average their gradients, by one number in the sum that is sent anyway.
+#
+# Of gradients that should be equal on all ranks each rank adds up bits, and multiplies the sum by an integer of its
+# own; these numbers sum up to zero. So do the products, if all have the same; all of it is exact in fp64. Where
+# gradients are not averaged, or only after the backward pass, or ranks have other parts of the model, it is almost
+# surely another number: sums that differ by a multiple of 2^24 - 3 pass for equal.
+#
+# A gradient may have zeros wherever one looks, as that of an embedding has, and only one layer may be left out of the
+# gradients that averages. So the first steps look at all elements of all gradients, and later ones at some of one
+# gradient, each step at others. If no gradient is averaged any more, that is found in the same step even so, unless
+# these are zeros there.
+
+_NUM_SAMPLED = 32  # elements of one gradient, where not all of all are looked at
+_NUM_FULL_STEPS = 8  # A scaler may have to leave out the first ones, whose gradients are no numbers.
+_PRIME = 2**24 - 3  # so that each bit counts
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def rank_factor(rank: int, size: int) -> int:
+    """An integer for each rank, at most 250 either way; those of all ranks sum up to zero."""
+
+    def term(number: int) -> int:
+        return (7 * number * number + 3 * number) % 251
+
+    return term(rank) - term((rank - 1) % size)
+
+
+def checksum_term(
+    data: Group, shapes: int, grads: Sequence[Tensor | None], device: torch.device, *, step: int
+) -> Tensor:
+    """This rank's summand, [1], fp64: of the parameters' fingerprint, and of gradients that are equal on `data`."""
+    factor = float(rank_factor(data.rank, data.size)) if data.size > 1 else 0.0
+    bits = bit_checksum(grads if factor else [], device, step=step).add_(shapes)
+    return bits.to(torch.float64).mul_(factor).reshape(1)
+
+
+def bit_checksum(grads: Sequence[Tensor | None], device: torch.device, *, step: int) -> Tensor:
+    """An integer below 2^24, the sum of the bits of gradients of any kind; scalar, int64. Zeros are as None.
+
+    Which elements are read depends on the step's number, which is equal on all ranks.
+    """
+    checksum = torch.zeros((), dtype=torch.int64, device=device)
+    turn, index = divmod(step, max(1, len(grads)))
+    for grad in grads if step < _NUM_FULL_STEPS else grads[index : index + 1]:
+        if grad is None or not grad.numel():
+            continue
+        flat = stored_values(grad.detach()).reshape(-1)
+        if step >= _NUM_FULL_STEPS:
+            stride = max(1, flat.numel() // _NUM_SAMPLED)
+            flat = flat[turn % stride :: stride].contiguous()
+        checksum += flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64).to(device)
+    return checksum.remainder_(_PRIME)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +21,82 @@ from scale_adascale.measurement.errors import (
     no_step_error,
     too_many_error,
 )
-from scale_adascale.measurement.gradient_checks import Versions, are_zero, has_new, versions_of, were_changed
 from scale_adascale.measurement.local_grad_norms import LocalGradNorms
 from scale_adascale.measurement.norm_reduction import NormReducer
+from scale_adascale.squared_norms import stored_values
+from scale_core import compat
 from scale_core.comm.work import CollectiveWork
 from scale_core.hooks.microbatch_grads import StepSignature
-from scale_core.shard import on_local_tensors
+from scale_core.shard import as_local
+
+# Whether gradients are those that were measured is known without a look at most values: a tensor is itself as long as
+# it lives, and counts its changes.
+
+
+class GradVersion(NamedTuple):
+    """One gradient as it was."""
+
+    tensor: weakref.ref[Tensor]
+    address: int
+    version: int  # how many times it was written to
+
+    def matches(self, grad: Tensor) -> bool:
+        """Whether a gradient is that one, unchanged."""
+        return self.tensor() is grad and (self.address, self.version) == _address_and_version(grad)
+
+
+# The gradients of the same parameters, in the same order, None where there is none; and the versions they have had.
+Grads = Sequence[Tensor | None]
+Versions = Sequence[GradVersion | None]
+
+
+def versions_of(grads: Grads) -> Versions:
+    """Gradients as they are now."""
+    return [
+        None
+        if grad is None or grad.layout not in (torch.strided, torch.sparse_coo)
+        else GradVersion(weakref.ref(grad), *_address_and_version(grad))
+        for grad in grads
+    ]
+
+
+def are_zero(grads: Grads, zeros: Versions = ()) -> bool:
+    """Whether all are None, known `zeros`, or zero; waits for the device if values have to be read."""
+    pairs = zip_longest(grads, zeros)
+    unknown = [grad for grad, zero in pairs if grad is not None and (zero is None or not zero.matches(grad))]
+    if not unknown:
+        return True
+    counts = [torch.count_nonzero(stored_values(grad.detach())).to(unknown[0].device) for grad in unknown]
+    (number,) = compat.values_of(torch.stack(counts).sum().double().reshape(1), simulated=[0.0])
+    return not number
+
+
+def were_changed(before: Versions, grads: Grads, *, alone: bool, pass_failed: bool) -> bool:
+    """Whether one was changed or cleared; a pass that has failed may have added to some.
+
+    Where this rank is not `alone`, a reducer of gradients may write to them between passes.
+    """
+    for last, now in zip(before, grads, strict=False):
+        if last is None:
+            is_changed = pass_failed and now is not None
+        else:
+            is_changed = now is None or ((alone or pass_failed) and not last.matches(now))
+        if is_changed:
+            return True
+    return False
+
+
+def has_new(grads: Grads, zeros: Versions, of_step: Versions = ()) -> bool:
+    """Whether any is neither one of the zeros that were written nor that of the last step."""
+    return any(
+        now is not None and not any(snapshot is not None and snapshot.matches(now) for snapshot in (zero, stepped))
+        for now, zero, stepped in zip_longest(grads, zeros, of_step)
+    )
+
+
+def _address_and_version(grad: Tensor) -> tuple[int, int]:
+    values = grad if grad.layout is torch.strided else grad._values()
+    return values.data_ptr(), grad._version
 
 
 class ConsecutiveGradients:
@@ -139,9 +212,9 @@ class StepStatistics:
         """Measures the gradients of all parameters that train now, unless hooks were removed."""
         if self.is_hooked:
             self.reducer.refresh()
-            self.local.register_hooks(self.reducer.info.params)
+            with as_local():
+                self.local.register_hooks(self.reducer.info.params)
 
-    @on_local_tensors
     def _begin_pass(self) -> None:
         """A backward pass brings its first gradient."""
         number = self._settings.num_gradients
@@ -182,7 +255,6 @@ class StepStatistics:
         passes = f"{self.passes} of {self._settings.num_gradients} passes{as_adam}"
         return StepSignature(self.reducer.model.ranks, f"{groups} after {passes}")
 
-    @on_local_tensors
     def _end_pass(self, weights: Sequence[float]) -> None:
         """The averaged gradients of one more pass are there, with the weight of each sample in their mean."""
         if self._unmeasured is not None:
@@ -225,7 +297,6 @@ class StepStatistics:
         if self._unmeasured is not None:
             raise RuntimeError(self._unmeasured)
 
-    @on_local_tensors
     def count_zero_gradient_pass(self) -> None:
         """Counts a pass that brought gradients on other ranks alone, which have averaged them with zeros here.
 
@@ -233,11 +304,12 @@ class StepStatistics:
         """
         if self.passes or not self._may_count_late or self.local.in_backward or self.local.failed:
             return
-        self.reducer.refresh()
-        if has_new(self._grads(), self._versions, self._step_versions):
-            self.local.drop_pass()
-            self._end_pass((1.0,))
-            self._is_late = True
+        with as_local():
+            self.reducer.refresh()
+            if has_new(self._grads(), self._versions, self._step_versions):
+                self.local.drop_pass()
+                self._end_pass((1.0,))
+                self._is_late = True
 
     @property
     def _may_count_late(self) -> bool:
@@ -288,14 +360,14 @@ class StepStatistics:
             )
         return finite
 
-    @on_local_tensors
     def commit_step(self, loss_scale: float) -> None:
         """The step whose gradients are there counts."""
-        if self._settings.num_samples == 1:
-            self.consecutive.commit(loss_scale)
-        self.reset()
-        if self._may_count_late:
-            self._step_versions = versions_of(self._grads())
+        with as_local():
+            if self._settings.num_samples == 1:
+                self.consecutive.commit(loss_scale)
+            self.reset()
+            if self._may_count_late:
+                self._step_versions = versions_of(self._grads())
 
     def reset(self) -> None:
         """Drops the measurements since the last step."""
@@ -309,11 +381,11 @@ class StepStatistics:
 
     # Between two steps.
 
-    @on_local_tensors
     def on_zero_grad(self, *, to_zeros: bool) -> None:
         """Gradients were just cleared: whether they are zeros need not be read."""
         if to_zeros:
-            self._versions = versions_of(self._grads())
+            with as_local():
+                self._versions = versions_of(self._grads())
         else:
             self._step_versions = ()
 

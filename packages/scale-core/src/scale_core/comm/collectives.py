@@ -26,8 +26,7 @@ from scale_core import compat, fault_points
 from scale_core.comm.fork import forked_error
 from scale_core.comm.group import Group
 from scale_core.comm.group_state import group_state
-from scale_core.comm.limits import process_limit
-from scale_core.comm.work import CollectiveWork, Work, start_work, wait_for
+from scale_core.comm.work import CollectiveWork, Work, process_limit, start_work, wait_for
 from scale_core.device import buffer_pool
 from scale_core.errors import TransferError
 

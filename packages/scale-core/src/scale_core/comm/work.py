@@ -8,24 +8,66 @@ for, and every failure is raised there, as one kind of error.
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Protocol
 
+import torch.distributed as dist
 from torch import Tensor
 
+from scale_core import compat
 from scale_core.comm.fork import ForkCount, forked_error
-from scale_core.comm.limits import process_limit
 from scale_core.device.streams import has_streams
 from scale_core.errors import TransferError
+
+LIMIT_VARIABLE = "SCALE_LIMIT_SECONDS"
+# The longest limit: torch's default of half an hour is too long to look at a machine that does nothing.
+LIMIT_SECONDS = 600.0
 
 # Shorter waits are never warned of, however short the limit.
 _LONG_SECONDS = 5.0
 # How long the others may take to end a transfer that this rank has canceled.
 _GRACE_SECONDS = 5.0
+
+
+def process_limit() -> float | None:
+    """The limit of `SCALE_LIMIT_SECONDS` for every wait of this process that is given none; None where it is not set.
+
+    Raises:
+        ValueError: It is not a number of seconds above 0.
+    """
+    text = os.environ.get(LIMIT_VARIABLE)
+    return None if text is None else _seconds_in(text)
+
+
+@cache
+def _seconds_in(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"expected a number of seconds above 0 in {LIMIT_VARIABLE}, got {text!r}: such as 600")
+    return seconds
+
+
+def limit_of(process_group: dist.ProcessGroup | None, limit_seconds: float | None) -> float:
+    """The longest wait in a group: `limit_seconds`, `SCALE_LIMIT_SECONDS`, or the group's own, at most ten minutes."""
+    if limit_seconds is not None:
+        if not limit_seconds > 0:
+            raise ValueError(f"expected limit_seconds above 0, or None for the group's own, got {limit_seconds}")
+        return limit_seconds
+    if (limit := process_limit()) is not None:
+        return limit
+    if process_group is None or compat.is_fake_group(process_group):
+        return LIMIT_SECONDS
+    return min(compat.time_limit(process_group).total_seconds(), LIMIT_SECONDS)
 
 
 _logger = logging.getLogger(__name__)

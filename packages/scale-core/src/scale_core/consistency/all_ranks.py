@@ -21,7 +21,7 @@ import torch
 
 from scale_core.comm.collectives import all_gather, exchange, exchange_text
 from scale_core.comm.group import Group
-from scale_core.comm.limits import limit_of
+from scale_core.comm.work import limit_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import END, Event
 from scale_core.consistency.flight_recorder import FlightRecorder, by_rank

@@ -28,7 +28,7 @@ from torch import Tensor
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group
 from scale_core.comm.group_state import CallLog
-from scale_core.comm.limits import limit_of
+from scale_core.comm.work import limit_of
 from scale_core.consistency.contract_errors import (
     SAME_MODEL,
     broken_group,

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from scale_core.arguments import checked_arguments
-from scale_core.comm.limits import LIMIT_SECONDS, process_limit
+from scale_core.comm.work import LIMIT_SECONDS, process_limit
 from scale_core.errors import LaunchError
 from scale_core.launch.parent import die_with_parent
 from scale_core.launch.rendezvous import DEVICE_VARIABLE, open_store

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from scale_core import compat
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, group_of
-from scale_core.comm.limits import process_limit
+from scale_core.comm.work import process_limit
 from scale_core.errors import LaunchError, renamed_arguments
 from scale_core.launch.parent import die_with_parent, is_orphan
 from scale_core.launch.roll_call import RankFacts, facts_of, roll_call, warn_lead

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import HOST, all_gather, exchange_text
 from scale_core.comm.group import Group
-from scale_core.comm.layer_collectives import all_to_all
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.optim.traits import is_per_param_number

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import UNTAGGED, all_gather
 from scale_core.comm.group import Group
-from scale_core.comm.layer_collectives import all_to_all
 from scale_core.comm.work import CollectiveWork
 from scale_core.flat.transport import DeferredError
 from scale_core.optim.error_feedback import ErrorFeedback

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from scale_core.comm.layer_collectives import all_to_all
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.parameters import copy_attributes

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import all_gather
 from scale_core.comm.group import Group
-from scale_core.comm.layer_collectives import all_to_all
 from scale_tp.comm import PendingTensor, call_tag, sum_in_rank_order
 from scale_tp.split import even_sizes
 

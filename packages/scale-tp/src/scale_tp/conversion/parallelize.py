@@ -209,6 +209,28 @@ class _ConversionPlan:
             and (self.region is None or not self.region.contains(conversion.path))
         }
 
+    def connect_siblings(self) -> None:
+        """Gives the linear layers of one module what they share: their input, and the state of random numbers.
+
+        Column parallel layers that the same module holds read one input; between them and the row parallel ones dropout
+        draws numbers of this rank's own.
+        """
+        columns = [conversion for conversion in self.conversions if conversion.mixin is ColumnParallelMixin]
+        num_readers = Counter(conversion.parent for conversion in columns)
+        for column in columns:
+            parent = column.parent
+            if parent not in self.shared_inputs:
+                mode = _input_mode(column, self.region)
+                self.shared_inputs[parent] = SharedInput(self.group, num_readers[parent], mode, self.overlap_pieces)
+            column.attributes["shared_input"] = self.shared_inputs[parent]
+            if not column.attributes["gather_output"] and may_drop(self.model.get_submodule(parent)):
+                self.region_rngs.setdefault(parent, RegionRNG(self.group))
+        for conversion in self.conversions:
+            if conversion.mixin is RowParallelMixin:
+                conversion.attributes["overlap_pieces"] = self.overlap_pieces
+            if conversion.mixin in (ColumnParallelMixin, RowParallelMixin):
+                conversion.attributes["region_rng"] = self.region_rngs.get(conversion.parent)
+
     def apply(self) -> None:
         """Divides everything; tied parameters stay tied."""
         head_attributes = [heads.local_attributes(self.group.rank) for heads in self.heads]
@@ -285,29 +307,9 @@ def _build_plan(
     for heads_of_module in heads.values():
         heads_of_module.local_attributes(ranks.rank)  # Raises if an attribute differs from its rule.
     validation.check_unstyled_siblings(modules, all_styles, heads)
-    # Column parallel layers that the same module holds read one input; between them and the row parallel ones dropout
-    # draws numbers of this rank's own.
-    columns = [conversion for conversion in conversions if conversion.mixin is ColumnParallelMixin]
-    first = {conversion.parent: conversion for conversion in reversed(columns)}
-    shared_inputs = {
-        parent: SharedInput(ranks, number, _input_mode(first[parent], region), overlap_pieces)
-        for parent, number in Counter(conversion.parent for conversion in columns).items()
-    }
-    region_rngs = {
-        conversion.parent: RegionRNG(ranks)
-        for conversion in columns
-        if not conversion.attributes["gather_output"] and may_drop(modules[conversion.parent])
-    }
-    for conversion in conversions:
-        if conversion.mixin is ColumnParallelMixin:
-            conversion.attributes["shared_input"] = shared_inputs[conversion.parent]
-        if conversion.mixin is RowParallelMixin:
-            conversion.attributes["overlap_pieces"] = overlap_pieces
-        if conversion.mixin in (ColumnParallelMixin, RowParallelMixin):
-            conversion.attributes["region_rng"] = region_rngs.get(conversion.parent)
-    return _ConversionPlan(
-        model, ranks, conversions, list(heads.values()), shared_inputs, region_rngs, region, overlap_pieces
-    )
+    built = _ConversionPlan(model, ranks, conversions, list(heads.values()), {}, {}, region, overlap_pieces)
+    built.connect_siblings()
+    return built
 
 
 def _input_mode(conversion: Conversion, region: SequenceRegion | None) -> Literal["copy", "gather", "inside"]:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scale_core.comm.all_to_all import all_to_all
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group
-from scale_core.comm.layer_collectives import all_to_all
 from scale_core.compat import untraced
 from scale_core.hooks.autograd import in_backward
 from scale_core.hooks.module_parts import ForEachShardHook
