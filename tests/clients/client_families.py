@@ -39,7 +39,7 @@ from scale_tp import GPT2_PLAN, parallelize
 
 disable_progress_bar()
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "hugging-face.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "trainers.md"
 TOLERANCE = 1e-6
 EXACT, NEAR = "to the bit", "within 1e-6"
 NEW_TOKENS, STEPS = 4, 3

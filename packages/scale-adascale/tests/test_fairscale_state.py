@@ -142,7 +142,7 @@ def test_a_state_that_is_refused_leaves_everything_as_it_was():
         optimizer.load_state_dict(other.state_dict())
     saved = {**optimizer.state_dict(), "state": {"adascale": {"grad_sqr_avg": [1.0] * 2, "grad_var_avg": [1.0] * 2}}}
     saved["param_groups"] = [{**saved["param_groups"][0], "lr": 7.0}]
-    with pytest.raises(ValueError, match="averages of 1 parameter groups, got those of 2"):
+    with pytest.raises(ValueError, match="averages of 1 parameter groups, got averages of 2"):
         optimizer.load_state_dict(saved)
     assert (optimizer.gain(), optimizer.progress, optimizer.noise_scale(1)) == before and before[0] > 1
     assert optimizer.param_groups[0]["lr"] == 0.1

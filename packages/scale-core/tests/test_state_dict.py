@@ -232,7 +232,7 @@ def test_all_differences_are_listed_and_what_fits_is_loaded() -> None:
     with pytest.raises(StateMismatch) as caught:
         load_sharded_state_dict(state, model, optimizer)
     assert str(caught.value) == (
-        "the state is that of another model or optimizer (1 missing in it: model.scale; 2 unexpected in it: "
+        "the state belongs to another model or optimizer (1 missing in it: model.scale; 2 unexpected in it: "
         "model.extra, optim.unknown.step; 2 of another shape: model.embed.weight: the saved shape is (7, 6), expected "
         "(7, 5), optim.embed.weight.exp_avg: the saved shape is (7, 6), expected (7, 5)): build model and optimizer as "
         "they were, or load what fits with strict=False"

@@ -248,7 +248,7 @@ def test_torch_s_clipping_works_and_its_ddp_is_refused() -> None:
         torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-7)
         before = [param.detach().clone() for param in model.parameters()]
         for wrapped in (model, nn.ModuleList([nn.Linear(1, 1), model])):
-            with pytest.raises(ValueError, match=r"DistributedDataParallel: '.*' is a shard .*train it as it is"):
+            with pytest.raises(ValueError, match=r"DistributedDataParallel: '.*' is a shard .*train it without"):
                 nn.parallel.DistributedDataParallel(wrapped)
         assert_equal([*model.parameters()], before, "overwritten")
 

@@ -275,7 +275,7 @@ def load_all(folder: Path) -> None:
             assert_equal(dict(trained.named_parameters()), dict(straight.named_parameters()), how)
             assert_equal(by.state_dict(all_ranks=True), third.state_dict(all_ranks=True), how)
     model, optimizer = built("sgd", False)
-    with pytest.raises(SnapshotError, match="that of another optimizer"):
+    with pytest.raises(SnapshotError, match="belongs to another optimizer"):
         load_snapshot(folder / "0", lambda saved: target_state_dict(model, optimizer, saved))
 
 

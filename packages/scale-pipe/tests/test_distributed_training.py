@@ -136,7 +136,7 @@ def test_a_tied_weight_is_refused_in_wrappers_that_reduce() -> None:
     pipe = tied_pipe()
     for stage in pipe.stages.values():
         stage.no_sync = nullcontext
-    with pytest.raises(StageError, match=r"0\.weight is one parameter with that of another stage"):
+    with pytest.raises(StageError, match=r"0\.weight is tied to a parameter of another stage"):
         tied_step(pipe)
 
 
@@ -146,9 +146,7 @@ def test_a_hook_on_a_shard_of_a_tied_weight_is_refused() -> None:
     _, weight = own_tied_weight(pipe)
     mark_without_autograd_hooks([weight])  # As shards are.
     weight.register_post_accumulate_grad_hook(lambda param: None)
-    with pytest.raises(
-        StageError, match="weight is one parameter with that of another stage, and its shard has a hook"
-    ):
+    with pytest.raises(StageError, match="weight is tied to a parameter of another stage, and its shard has a hook"):
         tied_step(pipe)
 
 

@@ -323,12 +323,12 @@ def test_attention_unlike_that_of_one_process_is_refused() -> None:
         "all 2 ranks have the same keys and values.*get_batch_on_this_cp_rank", lambda: attend(same, same, same)
     )
     window = torch.ones(4, 4).bool().tril().triu(-1)
-    more = r"got \[4, 4\] torch.bool, and that of rank 1 says more.*is_causal=True and no mask"
+    more = r"got \[4, 4\] torch.bool, and the mask of rank 1 says more.*is_causal=True and no mask"
     _is_refused(more, lambda: attend(x, x, x, window if rank else torch.ones(4, 4).bool()))
     first = (torch.arange(4) == 0).expand(4, 4)
-    _is_refused("that of rank each can be either", lambda: attend(x, x, x, first))
-    _is_refused(r"that of rank 0 and 1 says more", lambda: attend(x, x, x, 0.5 * torch.ones(4, 4)))
-    _is_refused("got is_causal=True beside it", lambda: attend(x, x, x, window, is_causal=True))
+    _is_refused("the mask of rank each can be either", lambda: attend(x, x, x, first))
+    _is_refused(r"the mask of rank 0 and 1 says more", lambda: attend(x, x, x, 0.5 * torch.ones(4, 4)))
+    _is_refused("got is_causal=True as well", lambda: attend(x, x, x, window, is_causal=True))
     learned = torch.zeros(4, 4, requires_grad=True)
     _is_refused("got one that requires a gradient", lambda: attend(x, x, x, learned))
     _is_refused('dropout_p=0 with attention="ring", got 0.1.*ulysses', lambda: attend(x, x, x, dropout_p=0.1))

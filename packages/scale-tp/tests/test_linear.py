@@ -157,7 +157,7 @@ def test_an_input_of_another_split_is_refused_on_all_ranks(num_ranks: int) -> No
     )
     row = RowParallelLinear(9, 2, input_is_parallel=True, process_group=group)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"9 input features to be divided as .* must be divided alike"):
+        with pytest.raises(ValueError, match=r"9 input features to be divided as .* must be divided in the same way"):
             row(column(input_of(2, 4)))
     fitting = RowParallelLinear(
         9, 2, input_is_parallel=True, process_group=group, options=LayerOptions(split=column.split)

@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
     wo = "layers.0.attention.wo.weight"
     refused(r"norm.weight is only in one of consolidated.00.pth and consolidated.01.pth", 1, **{"norm.weight": None})
-    refused(rf"{wo}: expected parts that are alike but for dimension 1, got", 1, **{wo: torch.zeros(5, 4).bfloat16()})
+    refused(rf"{wo}: expected parts of equal shape but for dimension 1, got", 1, **{wo: torch.zeros(5, 4).bfloat16()})
     refused(rf"{wo}: expected one dtype, got", 2, **{wo: torch.zeros(WIDTH, 4)})
     differing = torch.full((WIDTH,), 2.0).bfloat16()
     path = tmp_path / "consolidated.02.pth"

@@ -5,7 +5,7 @@ that Adam makes small steps in must not count as much as it does for SGD: so eve
 divided by sqrt(v) + eps before its square is taken (as AdaptDL does for its AdamScale, with Pollux, arXiv 2008.12260).
 
 v is the mean of the second moments over a full tensor here, one number for each: then it is a few numbers that ranks
-exchange, and the gain is the same under every sharding. It is that of the last step, so
+exchange, and the gain is the same under every sharding. It is the last step's, so
 that all gradients of a step are measured in the same way.
 """
 
@@ -38,7 +38,7 @@ def base_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
-    """Whether its steps hardly depend on the length of a gradient, as those of Adam and AdamW."""
+    """Whether its steps hardly depend on the length of a gradient, as with Adam and AdamW."""
     return isinstance(base_optimizer(optimizer), _ADAPTIVE)
 
 
@@ -132,7 +132,7 @@ class SecondMoments:
         )
 
     def local_means(self) -> Tensor:
-        """This rank's summand of the means, [k], fp64, if those of all ranks with other data are added up."""
+        """This rank's summand of the means, [k], fp64, if the summands of all ranks with other data are added up."""
         part = self._data.rank, self._data.size
         return self._sums([part if is_equal else (0, 1) for is_equal in self._is_alike]) * self._part_weights
 

@@ -55,11 +55,11 @@ class AdaScale(Optimizer):
         >>> optimizer.step()
 
     Each backward pass of each rank is one sample of the gradient's noise. Under FSDP, ShardedDataParallel and tensor or
-    pipeline parallelism the numbers are those of one process: each rank measures its own gradient before it is reduced.
+    pipeline parallelism the numbers equal one process: each rank measures its own gradient before it is reduced.
 
     Args:
         optimizer: The inner optimizer, of parameters, shards or, as OSS, on parts of parameters.
-        world_size: FairScale's: the number of data parallel ranks, which is that of `process_group`.
+        world_size: FairScale's: the number of data parallel ranks, which is `process_group`'s.
         scale: How many times the batch of a step is as large as the one whose learning rate and schedule are used;
             `world_size * num_gradients_to_accumulate` if None.
         smoothing: The part of moving averages that stays at each step; `1 - world_size * num_gradients_to_accumulate /
@@ -72,9 +72,9 @@ class AdaScale(Optimizer):
             as plain means.
         process_group: The ranks that have other data: all that share the gradients, the default group if None; of a
             `DistributedPipe` over all ranks, this one alone. Of a ParallelDims these are the ranks of `loss`.
-        model_parallel_group: The ranks that have other parts of the model for the same data: those of tensor and
+        model_parallel_group: The ranks that have other parts of the model for the same data: the ranks of tensor and
             pipeline parallelism. None is the group over which parameters are split in addition to `process_group`, or
-            that of the `DistributedPipe`, if there is one. Of a ParallelDims these are the ranks of `pp` and `tp`.
+            the `DistributedPipe`'s, if there is one. Of a ParallelDims these are the ranks of `pp` and `tp`.
         options: The power of the gain, how gradients are measured, and the gradient scaler: see `AdaScaleOptions`.
 
     Attributes:
@@ -143,12 +143,12 @@ class AdaScale(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """Those of the inner optimizer."""
+        """The inner optimizer's."""
         return self._optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """That of the inner optimizer."""
+        """The inner optimizer's."""
         return self._optimizer.state
 
     @property
@@ -201,7 +201,7 @@ class AdaScale(Optimizer):
     def noise_scale(self, base_batch_size: float, confidence: float = 0.95) -> NoiseScale:
         """Returns the gradient noise scale in samples, about the critical batch size, and how sure that is.
 
-        For Adam it is that of preconditioned gradients, which has no theory behind it.
+        For Adam it is the scale of preconditioned gradients, which has no theory behind it.
 
         Args:
             base_batch_size: How many samples a batch of scale 1 has.
@@ -280,7 +280,7 @@ class AdaScale(Optimizer):
         return True
 
     def _estimates(self) -> Estimates:
-        """With the gradients that are there already, if all those of a step are."""
+        """With the gradients that are there already, if all of a step are."""
         return self._statistics.estimates(self._loss_scale())
 
     def _loss_scale(self) -> float:
@@ -338,7 +338,7 @@ class AdaScale(Optimizer):
 
     @property
     def scale(self) -> float:
-        """How many times the batch of a step is as large as that of scale 1."""
+        """How many times the batch of a step is as large as the batch of scale 1."""
         return self._settings.scale
 
     @property
@@ -363,7 +363,7 @@ class AdaScale(Optimizer):
             scale: At least 1.
             update_estimate: Multiply the averaged variance by old / new scale, as FairScale does. Where the batch grows
                 and the small batch that it is compared with stays, the variance of that one stays, too: pass False.
-                The noise scale is that of the batches as they are: with True, passes are taken to have as many samples
+                The noise scale is measured on the present batches: with True, passes are taken to have as many samples
                 as before, and the small batch to be the one of a step over `scale`.
 
         Raises:
@@ -491,7 +491,7 @@ class AdaScaleWrapper(AdaScale):
     Args:
         params: The parameters, or groups of them, for the optimizer.
         optim_cls: The class of the optimizer.
-        **additional_optim_args: For the optimizer. All others, and errors, are those of `AdaScale`.
+        **additional_optim_args: For the optimizer. All others, and errors, are the same as for `AdaScale`.
 
     See also: [the guide to AdaScale](../guides/adascale.md).
     """

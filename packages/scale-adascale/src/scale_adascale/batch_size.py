@@ -133,7 +133,7 @@ Batch = TypeVar("Batch")
 def halves(batch: Batch) -> Iterator[Batch]:
     """Yields the first half of a batch and the second, for two backward passes in place of one.
 
-    So one worker which accumulates nothing has two gradients per step. Its estimates are as good as those of two
+    So one worker which accumulates nothing has two gradients per step. Its estimates are as good as with two
     workers, and cost a second forward and backward pass of half the size.
 
         >>> import torch

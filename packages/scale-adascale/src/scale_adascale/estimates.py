@@ -226,7 +226,7 @@ def without_fairscale(state_dict: Mapping[str, Any], num_groups: int) -> tuple[d
     squares, variances = saved["grad_sqr_avg"], saved["grad_var_avg"]
     if not len(squares) == len(variances) == num_groups:
         raise ValueError(
-            f"expected a FairScale AdaScale with averages of {num_groups} parameter groups, got those of "
+            f"expected a FairScale AdaScale with averages of {num_groups} parameter groups, got averages of "
             f"{len(squares)}. Build the optimizer with the groups that it was saved with, or load "
             "{**state_dict, 'state': state without 'adascale'}, with which the gain starts over"
         )

@@ -72,7 +72,7 @@ def check_rule(optimizer: Optimizer, data: Group, power: float | None, precondit
         raise ValueError(
             f"expected power for {type(base_optimizer(optimizer)).__name__}, of which AdaScale does not know whether "
             "its steps depend on the length of a gradient. Pass AdaScaleOptions(power=0.5), the rule of Adam, where "
-            "they do not, or power=1, that of SGD, where they do; its gradients are measured as they are"
+            "they do not, or power=1, SGD's rule, where they do; its gradients are measured as they are"
         )
     wrapped = base_optimizer(optimizer) is not optimizer and not hasattr(optimizer, "grad_holders")
     if preconditioned is not False and is_adaptive(optimizer) and wrapped and data.size > 1:

@@ -1,6 +1,6 @@
 """Compares a training on several ranks with the same one in one process, and names the first tensor that differs.
 
-Begin with `parity`, for programs that a test builds; `script.command` runs a training script as it is. `recording`
+Begin with `parity`, for programs that a test builds; `script.command` runs an unchanged training script. `recording`
 keeps what a training computes, `noise` measures its rounding, and `comparison` finds the first difference.
 """
 

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run_parser.add_argument("--limit-seconds", type=float, default=600.0, help="for each of the three runs (600)")
     run_parser.add_argument("--json", action="store_true", help="print the report as JSON")
     run_parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name")
-    run_parser.add_argument("script", help="the training script, as it is")
+    run_parser.add_argument("script", help="the training script, unchanged")
     run_parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
     fuzz_parser = commands.add_parser("fuzz", help="draw random programs, and compare a library with one process")
     fuzz_parser.add_argument("--engine", required=True, help="the library: ddp, fsdp2, ..., or module:Class")

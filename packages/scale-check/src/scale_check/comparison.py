@@ -136,7 +136,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Compared:
-    """One tensor beside that of the ranks."""
+    """One tensor next to the ranks' tensor."""
 
     key: Key
     ratio: float

@@ -44,7 +44,7 @@ def sgd_with_momentum(params: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The wrapper of `parity` where none is given: the model as it is."""
+    """The wrapper of `parity` where none is given: the model itself."""
     return model
 
 
@@ -142,7 +142,7 @@ def parity(
             tensor parallelism does.
         dtype: The dtype of the model and of floating-point batches. In float64 a bug is far above any rounding; None
             converts nothing.
-        seed: Set before `build`, alike in all processes.
+        seed: Set before `build`, the same in all processes.
         limit_seconds: For the ranks.
 
     Returns:

@@ -48,7 +48,7 @@ def checkpoint_wrapper(
     """Makes a module keep its inputs alone, and compute the rest again in the backward pass.
 
     The module stays the same object, with its class, its parameters' names and its hooks. Loss, gradients, buffers and
-    random numbers are those of the plain module, to the bit.
+    random numbers equal the plain module's, to the bit.
 
         >>> import torch
         >>> from scale_checkpoint import checkpoint_wrapper
@@ -71,7 +71,7 @@ def checkpoint_wrapper(
         min_bytes: Storages smaller than this are not offloaded.
         preserve_random_state: False for a module that draws no random numbers, or need not draw them again.
         context_fn: As torch's checkpoint takes it: called once for each call of the module; returns two contexts, one
-            around its forward and one around each recomputation, for example those of
+            around its forward and one around each recomputation, for example the contexts of
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
         determinism_check: "none" leaves out torch's comparison of the tensors that the recomputation saves, by shape,
             dtype and device, with those that the forward has saved.

@@ -1,4 +1,4 @@
-"""Wrong arguments are refused at the call, by the annotations of the function or class.
+"""Wrong arguments raise at the call, by the annotations of the function or class.
 
 A type checker tells of them before; without one, `"false"` is true, the letters of a text are names, and what is no
 module fails ten calls further down. `checked_arguments` compares each argument with its annotation, and refuses what

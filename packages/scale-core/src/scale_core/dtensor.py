@@ -1,6 +1,6 @@
 """Parameters that the user has made DTensors, as torch's `parallelize_module` does, and that are sharded further.
 
-The local tensor is sharded, a piece of the full parameter like that of any tensor parallel layer: a `Shard`
+The local tensor is sharded, a piece of the full parameter like a tensor parallel layer's: a `Shard`
 says which. Modules compute with a DTensor around the gathered piece.
 """
 
@@ -45,7 +45,7 @@ class DTensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, name: str) -> Self:
-        """Returns that of a DTensor.
+        """Returns it for a DTensor.
 
         Raises:
             TypeError: It is sharded along several dimensions of its mesh, in another way, or a partial sum.
@@ -109,7 +109,7 @@ class _Wrap(torch.autograd.Function):
 
 
 def local_gradient(grad: Any, placements: Sequence[Any]) -> Tensor:
-    """Returns the local tensor of a DTensor gradient in these placements, those of its parameter; sums partial ones.
+    """Returns the local tensor of a DTensor gradient in its parameter's placements; sums partial ones.
 
     All ranks of its mesh call it together.
     """

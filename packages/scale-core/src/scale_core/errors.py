@@ -120,7 +120,7 @@ class DivergenceError(ContractError):
 
     Attributes:
         names: The differences, by qualified name and shape.
-        ranks: Those of the group's ranks that hold others than most do.
+        ranks: The group's ranks that hold others than most do.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ POINTS = {
     "data": "before scale-train reads a batch",
     "teardown": "after training, before the process group is destroyed",
 }
-"""What each point is. Those of a program's own begin with "user.", see `scale_core.testing.faults.reach`."""
+"""What each point is. A program's own points begin with "user.", see `scale_core.testing.faults.reach`."""
 
 active: Callable[[str, str], None] | None = None
 """Called with each point that is reached, and its detail; None while no fault is switched on."""

@@ -107,7 +107,7 @@ class Shard:
         counted: Whether no other rank of a `SHARD` axis that comes first holds the same elements as well. Of such
             copies, one counts in a norm.
         gathered: Whether a unit gathers the full parameter for the forward; otherwise the module computes with
-            the piece as it is, as a tensor parallel layer does.
+            the piece itself, as a tensor parallel layer does.
         counted_over: The ranks of the model, where other ones have other parameters in this one's place, as experts of
             their own; all of these count in a norm. None where all ranks hold pieces or copies of this one.
         first_copy: Whether this is the first of the ranks of a layer that all hold the full parameter.
@@ -139,7 +139,7 @@ class Shard:
     ) -> Self:
         """Returns the piece of a parameter that has these indices of each dimension, in all combinations.
 
-        If these are one range of elements, `start` and `stop` say so. Modules compute with such a piece as it is.
+        If these are one range of elements, `start` and `stop` say so. Modules compute with such a piece itself.
         """
         full_ranges = tuple(((0, size),) for size in shape)
         if shape and len(ranges[0]) == 1 and ranges[1:] == full_ranges[1:]:
@@ -214,7 +214,7 @@ def record_shard(tensor: Tensor, shard: Shard) -> None:
 
 
 def register_stages(model: Stages) -> None:
-    """Records that the parameters of `model` are those of this rank's stages; held weakly."""
+    """Records that the parameters of `model` belong to this rank's stages; held weakly."""
     register_live(Stages, model)
     _call_on_first_shard()
 
@@ -293,7 +293,7 @@ def title_of(param: Tensor) -> str:
 
 
 def unit_shard_of(param: Tensor) -> Shard | None:
-    """Returns the metadata of a shard that a unit gathers, or None if its module computes with it as it is."""
+    """Returns the metadata of a shard that a unit gathers, or None if its module computes with the shard itself."""
     # A parameter of a tensor parallel layer is such: a piece to those who take norms or write files, and to those who
     # cut and gather parameters between other ranks a parameter like any.
     shard = shard_of(param)

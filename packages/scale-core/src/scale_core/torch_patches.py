@@ -128,7 +128,7 @@ def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> No
             raise ValueError(
                 f"DistributedDataParallel: '{listed}' is a shard {list(param.shape)} of a parameter "
                 f"{list(shard.shape)}, and all ranks would get the first one's. A sharded model averages its gradients "
-                "by itself: train it as it is, without DistributedDataParallel; for replicas of it, pass fully_shard a "
+                "by itself: train it without DistributedDataParallel; for replicas of it, pass fully_shard a "
                 "mesh of two dimensions"
             )
     if (
@@ -136,7 +136,7 @@ def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> No
     ) is not None:
         raise ValueError(
             f"DistributedDataParallel: '{replicated_name}' and others are under ShardedDataParallel, which averages "
-            "their gradients: train that as it is, without DistributedDataParallel"
+            "their gradients: train that without DistributedDataParallel"
         )
 
 

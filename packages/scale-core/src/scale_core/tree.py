@@ -130,7 +130,7 @@ def _items(leaf: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _refuse_set(leaf: Any) -> None:
-    """Raises for a set that holds tensors, whose order is that of their addresses."""
+    """Raises for a set that holds tensors, whose order follows their addresses."""
     if isinstance(leaf, set | frozenset) and any(True for part in leaf for _ in tensors_in(part)):
         raise TypeError(
             f"a {type(leaf).__name__} of tensors has another order on each rank, so no rank could say which of them "

@@ -1,4 +1,4 @@
-"""torchgpipe's names for programs that import them, by those of `fairscale.nn.pipe`."""
+"""torchgpipe's names for programs that import them, by `fairscale.nn.pipe`."""
 
 from fairscale.nn.pipe.checkpoint import is_checkpointing, is_recomputing
 from torchgpipe.gpipe import GPipe

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnitPrecision:
-    """The dtypes of one unit, as torch's `MixedPrecisionPolicy` says them, and that of its module's buffers.
+    """The dtypes of one unit, as torch's `MixedPrecisionPolicy` says them, and its module's buffers' dtype.
 
     The local shards, their gradients and so the optimizer keep the dtype that the parameters were built in. None leaves
     things as they are.
@@ -53,7 +53,7 @@ class UnitPrecision:
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
-    """Returns tensors in containers of any kind, those of floating-point numbers in this dtype."""
+    """Returns tensors in containers of any kind, floating-point ones in this dtype."""
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)
 
 

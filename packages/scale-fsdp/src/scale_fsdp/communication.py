@@ -35,7 +35,7 @@ class CommunicationPolicy:
     Attributes:
         gather: Of the parameters, wherever the unit is gathered from its shards: "int8" or "float8_e4m3". All ranks,
             the owner of a shard too, compute with the numbers that were sent. What `reshard_after_forward=<int>` keeps
-            of them is gathered inside a node, as it is.
+            of them is gathered inside a node, unchanged.
         reduce: Of the gradients, between the ranks that share the parameters. They are added up in fp32.
         replicate: Of the reduced gradients, between the replicas of a mesh of two dimensions: full precision inside a
             node, and fewer bits between.
@@ -43,7 +43,7 @@ class CommunicationPolicy:
             nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
             computation; gradients are averaged inside a node first. Where there are no more ranks than
             that, they are one node, and nothing is quantized. None treats all ranks equally.
-        error_feedback: The rounding error of the gradients of one step is added to those of the next: 4 bytes per
+        error_feedback: The rounding error of the gradients of one step is added to the next one's: 4 bytes per
             gradient that this rank quantizes, twice that in a backward pass, and until the step where a
             `ShardedGradScaler` scales the loss. `ErrorFeedbackState(model)` puts it into a snapshot; a run that goes on
             from one without it begins with an error of zero.
@@ -160,7 +160,7 @@ def unquantized_params(
 
 
 def looks_like_embedding(module: nn.Module) -> bool:
-    """Whether it is an embedding, by its type or by its name: those of other libraries are no subclasses."""
+    """Whether it is an embedding, by its type or by its name: other libraries' are no subclasses."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) or "embedding" in type(module).__name__.lower()
 
 

@@ -121,7 +121,7 @@ def _memory(description: Description) -> list[tuple[str, ...]]:
         ("shards", size_text(description.shards), "always"),
         ("gathered", size_text(description.gathered_at_most), "at most, in a forward or backward"),
         ("gradients", size_text(description.gradients), "of the shards"),
-        ("", size_text(description.flat_gradients_at_most), "at most beside them, of one unit before it is reduced"),
+        ("", size_text(description.flat_gradients_at_most), "at most in addition, of one unit before it is reduced"),
         ("optimizer", size_text(state), f"for each state of an elementwise one: {size_text(2 * state)} with Adam"),
     ]
 

@@ -44,9 +44,9 @@ class ShardedEMA:
         decay: In [0, 1]: how much of the average stays at each update. The attribute may be changed.
         average_buffers: Average the buffers, too. Otherwise their values at the last update are kept with the
             average, as the statistics of batch norms should be.
-        dtype: Of the averages of floating-point tensors; None: that of each. Averages of half-precision parameters
+        dtype: Of the averages of floating-point tensors; None: each one's. Averages of half-precision parameters
             need a wider one: (1 - decay) of a step is less than their last digit.
-        device: Of the averages; None: that of the shards.
+        device: Of the averages; None: the shards'.
 
     Attributes:
         num_updates: Number of updates so far.
@@ -172,7 +172,7 @@ class ShardedEMA:
         if saved_keys != current.keys():
             first = sorted(current.keys() ^ saved_keys)[0]
             problem = "missing" if first in current else "unexpected"
-            raise StateMismatch(f"the averages are those of another model: {first} is {problem} in the state")
+            raise StateMismatch(f"the averages belong to another model: {first} is {problem} in the state")
         del current[_UPDATES]
         pairs: list[tuple[Tensor, Tensor]] = []
         for key, average in current.items():

@@ -1,6 +1,6 @@
 """`register_fsdp_forward_method`: methods other than `forward` that compute with a unit's parameters.
 
-A unit is gathered when it is called, and `model.encode(x)` is no call of the model. A registered method runs as the
+A unit is gathered when it is called, and `model.encode(x)` does not call the model. A registered method runs as the
 forward does: gathered before, released after, with a backward of its own. Calls of the module while it runs are a
 part of it: `generate` gathers its outermost unit once, not for every token.
 """

@@ -78,7 +78,7 @@ class FSDPModule(ConversionMethods):
             norm_type: p of the p-norm; `math.inf` is the largest magnitude.
 
         Returns:
-            The norm before, scalar; equal on all ranks and to that of the plain model.
+            The norm before, scalar; equal on all ranks and to the plain model's.
 
         Raises:
             ValueError: `max_norm` is below 0 or not a number, or `norm_type` is not above 0.
@@ -294,7 +294,7 @@ class FSDPModule(ConversionMethods):
 
         A write to the tensors is written to the shards; all ranks write the same. Which ranks get it, and on
         which device, is set by `state_dict_on_rank_0_only` and `state_dict_device` of
-        `FullyShardedDataParallel`; `full_state_dict` takes both at the call. The arguments are those of `nn.Module`.
+        `FullyShardedDataParallel`; `full_state_dict` takes both at the call. The arguments are `nn.Module`'s.
 
         Raises:
             RuntimeError: torch's checkpoint functions call it, and parameters are flat.
@@ -309,7 +309,7 @@ class FSDPModule(ConversionMethods):
         Raises:
             RuntimeError: Names or shapes are not the module's, or the parameters are in use; nothing has been loaded
                 then.
-            ValueError: `assign`, which would replace the shards; or the state is that of one rank alone.
+            ValueError: `assign`, which would replace the shards; or the state belongs to one rank alone.
         """
         return load_full_state_dict(self, super().load_state_dict, state_dict, strict, assign)
 
@@ -317,7 +317,7 @@ class FSDPModule(ConversionMethods):
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the local state: its shards, and the module's buffers. Nothing is sent.
 
-        The tensors share the shards' memory. The arguments are those of `nn.Module.state_dict`. Of the states of all
+        The tensors share the shards' memory. The arguments are `nn.Module.state_dict`'s. Of the states of all
         ranks `consolidate_local_state_dicts` makes the plain model's.
 
         Raises:
@@ -333,7 +333,7 @@ class FSDPModule(ConversionMethods):
             Missing and unexpected names, as `nn.Module.load_state_dict` does.
 
         Raises:
-            ValueError: It is that of another rank, another number of ranks or another wrapping, or a tensor in it has
+            ValueError: It belongs to another rank, another number of ranks or another wrapping, or a tensor in it has
                 another shape; nothing has been loaded then.
             RuntimeError: The parameters are in use.
         """
@@ -342,7 +342,7 @@ class FSDPModule(ConversionMethods):
     # Methods that nn.Module calls.
 
     def extra_repr(self) -> str:
-        """The text of `print(model)` next to the class: that of the plain module, and its sharding."""
+        """The text of `print(model)` next to the class: the plain module's, and its sharding."""
         from scale_fsdp.description import unit_summary  # Not needed by any step.
 
         return ", ".join(filter(None, [super().extra_repr(), unit_summary(_unit_at(self, "extra_repr"))]))

@@ -142,7 +142,7 @@ def _precision_of(
     if not isinstance(mixed_precision, bool):
         if compute_dtype is not None or fp32_reduce_scatter is not None:
             raise ValueError(
-                "a MixedPrecisionPolicy was given, and compute_dtype or fp32_reduce_scatter beside it: say it in the "
+                "a MixedPrecisionPolicy was given, and compute_dtype or fp32_reduce_scatter as well: say it in the "
                 "policy, MixedPrecisionPolicy(param_dtype=..., reduce_dtype=...)"
             )
         return resolve_precision(mixed_precision, buffer_dtype)
@@ -159,7 +159,7 @@ class FullyShardedDataParallel(nn.Module):
     """Shards `module` in place as `fully_shard` does and wraps it, as FairScale's class of this name.
 
     `named_parameters`, `named_modules` and the state dict have the names of the plain module, without the wrapper.
-    Attributes that the wrapper lacks are those of the module.
+    Attributes that the wrapper lacks are the module's.
 
     Args:
         module: The module to shard; `.module` gives it back. For one that is sharded already there is no other

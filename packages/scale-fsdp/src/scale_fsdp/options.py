@@ -54,7 +54,7 @@ class ShardOptions:
             compared, beginning with the first; 0 is never. None is 100, or the value of `SCALE_CHECK_REPLICAS_EVERY`. A
             difference is a `DivergenceError`. The outermost unit's counts.
         communication: A `CommunicationPolicy`: parameters and gradients are sent in 8 or 4 bits. Losses are then no
-            longer those of plain PyTorch, but near them.
+            longer plain PyTorch's, but near them.
 
     Raises:
         TypeError: A field is of another type.

@@ -1,6 +1,6 @@
 """`fully_shard`: makes a unit of a module, in place.
 
-The module keeps its names and methods, and its class but for those of `FSDPModule`; its `parameters()` are the local
+The module keeps its names and methods, and its class but for `FSDPModule`'s; its `parameters()` are the local
 shards under the original names.
 """
 
@@ -101,7 +101,7 @@ def fully_shard(
         >>> model(torch.randn(3, 4)).sum().backward()
         >>> optimizer.step()
 
-    The arguments are those of `torch.distributed.fsdp.fully_shard`, and `options` for all that is scale-fsdp's own.
+    The arguments are `torch.distributed.fsdp.fully_shard`'s, and `options` for all that is scale-fsdp's own.
 
     Args:
         module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
@@ -114,7 +114,7 @@ def fully_shard(
             `efsdp`, the ranks that have the same experts.
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
             to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves
-            the parameters sharded over that many neighboring ranks, as those of one node, among which the backward
+            the parameters sharded over that many neighboring ranks, for example of one node, among which the backward
             then gathers.
         mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Each unit casts the floating-point inputs of each of
             its modules to its `param_dtype`, unless it says `cast_forward_inputs=False`.
@@ -186,7 +186,7 @@ def _own_params(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter])
 
 
 def check_modules(modules: Sequence[nn.Module], flatten_parameters: bool) -> list[nn.Module]:
-    """Refuses modules that can't become a unit; returns those of the modules that no other of them holds."""
+    """Raises for modules that can't become a unit; returns the modules that no other of them holds."""
     refuse_inference_mode("fully_shard")
     if not modules:
         raise ValueError("fully_shard: expected a module or a list of modules, got an empty list")
@@ -329,7 +329,7 @@ def shard_modules(
 
 
 def _own_of(own: Sequence[ParamModuleInfo], module: nn.Module) -> list[ParamModuleInfo]:
-    """Those of the places that are in this module."""
+    """The places that are in this module."""
     inside = {id(child) for _, child in managed_modules(module)}
     return [info for info in own if id(info.module) in inside]
 
@@ -432,7 +432,7 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
             )
         if is_lazy(param):
             raise ValueError(
-                f"'{info.name}' has no shape yet, as that of a lazy module: run the model once, model(batch), before "
+                f"'{info.name}' has no shape yet, as in a lazy module: run the model once, model(batch), before "
                 "fully_shard(...)"
             )
         with torch._C._EnableTorchFunction():  # Without it the data of a user's class is of torch's.

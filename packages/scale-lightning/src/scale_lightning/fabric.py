@@ -144,7 +144,7 @@ class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
         return nullcontext()
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """`empty_init` builds on the meta device; each unit is initialized as it is sharded."""
+        """`empty_init` builds on the meta device; each unit is initialized before it is sharded."""
         return torch.device("meta") if empty_init else super().module_init_context(empty_init)
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -218,7 +218,7 @@ class FabricScaleShardedDDPStrategy(ShardedDDPOptions, FabricScaleOSSStrategy):
     """
 
     def setup_module(self, module: nn.Module) -> Any:
-        """The module as it is, to be evaluated; one that trains is set up with its optimizer."""
+        """The module itself, to be evaluated; one that trains is set up with its optimizer."""
         self._modules.append(module)
         return module
 

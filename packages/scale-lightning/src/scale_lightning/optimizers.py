@@ -17,7 +17,7 @@ from scale_oss.ddp_checks import unwrap_optimizer
 
 
 def as_oss(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
-    """Returns an `OSS` with the class, the groups and the settings of a plain optimizer, or an `OSS` as it is.
+    """Returns an `OSS` with the class, the groups and the settings of a plain optimizer, or an `OSS` unchanged.
 
     Raises:
         ValueError: The optimizer has a state already, which an `OSS` would begin without.
@@ -102,7 +102,7 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: Optimizer, state: M
     """Loads the state of a plain optimizer; each rank takes its elements, nothing is sent.
 
     Raises:
-        ValueError: The groups are not those of the optimizer, or a tensor has another shape.
+        ValueError: The groups are not the optimizer's, or a tensor has another shape.
     """
     if isinstance(optimizer, OSS):
         optimizer.load_state_dict(dict(state))

@@ -1,6 +1,6 @@
 """Strategies for Lightning's Trainer.
 
-Ranks, process groups and launchers are those of Lightning's `DDPStrategy`. What is sharded, how a step enters the model
+Ranks, process groups and launchers are as in Lightning's `DDPStrategy`. What is sharded, how a step enters the model
 and what a checkpoint holds is here.
 """
 
@@ -212,7 +212,7 @@ class ScaleOSSStrategy(OSSStrategyOptions, _ShardedCheckpoints):
 class ScaleShardedDDPStrategy(ShardedDDPOptions, ScaleOSSStrategy):
     """`ShardedDataParallel` and `OSS` for the Trainer: gradients and optimizer state are sharded (ZeRO-2).
 
-    A LightningModule that optimizes by itself is refused.
+    A LightningModule that optimizes by itself raises.
 
     Examples:
         >>> from scale_lightning import ScaleShardedDDPStrategy
@@ -245,7 +245,7 @@ class ScaleShardedDDPStrategy(ShardedDDPOptions, ScaleOSSStrategy):
 
 
 def shard(module: nn.Module, device: torch.device, policy: Any, options: Mapping[str, Any]) -> Any:
-    """Returns the module with what it has outside of units sharded; one that is a unit already, as it is."""
+    """Returns the module with what it has outside of units sharded; one that is a unit already, unchanged."""
     if module in get_fsdp_instances(module):
         return module
     shard_options = options.get("options") or ShardOptions()

@@ -33,7 +33,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class ExpertSharding(NamedTuple):
-    """How a parameter [E, ...] is divided: each rank has those of its experts, of some of their hidden features."""
+    """How a parameter [E, ...] is divided: each rank has its experts, or some of their hidden features."""
 
     shape: tuple[int, ...]  # of the full parameter
     sizes: tuple[int, ...]  # experts of each rank of the expert axis
@@ -95,8 +95,8 @@ class Experts(ShardedModule):
 
         gated:  down(activation(gate(x)) * up(x))      plain:  down(activation(up(x)))
 
-    Parameters are those of transformers' experts: `gate_up_proj` [E, 2 * hidden, dim], gates first, or `up_proj`
-    [E, hidden, dim]; and `down_proj` [E, dim, hidden]. Initial values are those of `torch.nn.Linear`, and the same at
+    Parameters are as in transformers' experts: `gate_up_proj` [E, 2 * hidden, dim], gates first, or `up_proj`
+    [E, hidden, dim]; and `down_proj` [E, dim, hidden]. Initial values are `torch.nn.Linear`'s, and the same at
     any number of ranks, where these have one seed.
 
     Args:
@@ -150,7 +150,7 @@ class Experts(ShardedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the values of all experts, one after another, and keeps those of this rank's."""
+        """Draws the values of all experts, one after another, and keeps this rank's."""
         for name, sharding in self.shardings.items():
             param, shape, rank = local_tensor(self.get_parameter(name)), sharding.shape, self.group.rank
             if param.is_meta:
@@ -174,7 +174,7 @@ class Experts(ShardedModule):
                 reports gradients by rank then.
 
         Raises:
-            ValueError: The counts are not those of this rank's experts, or do not add up to the rows.
+            ValueError: The counts are not for this rank's experts, or do not add up to the rows.
         """
         return compute_experts(self, self._compute, rows, counts, self.mesh.expert.size, received_counts)
 
@@ -245,7 +245,7 @@ def compute_experts(
 def divide_gradient(param: Any, num_ranks: int) -> Tensor:
     """Returns the same values, whose gradient is divided by the ranks that send tokens to an expert.
 
-    An expert gets tokens from all these ranks, so its gradient is the sum over them, where that of any other parameter
+    An expert gets tokens from all these ranks, so its gradient is the sum over them, where any other parameter's
     is averaged over the ranks. Divided, it is the average as well.
 
     Examples:

@@ -30,7 +30,7 @@ def copy_to_expert_tensor_parallel_region(tensor: Tensor, group: Group, name: st
 
 
 def reduce_from_expert_tensor_parallel_region(tensor: Tensor, group: Group, name: str) -> Tensor:
-    """Returns the sum over the ranks; its gradient goes to each summand as it is."""
+    """Returns the sum over the ranks; its gradient goes to each summand unchanged."""
     if group.size == 1:
         return tensor
     return cast(Tensor, _Sum.apply(tensor, group, name))  # type: ignore[no-untyped-call]  # torch leaves it untyped

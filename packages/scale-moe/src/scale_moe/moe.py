@@ -85,7 +85,7 @@ class TokenChoice:
 @checked_arguments
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Each expert chooses its tokens: ceil(factor * T / E) of those of all ranks of `batch_process_group`.
+    """Each expert chooses its tokens: ceil(factor * T / E) of the tokens of all ranks of `batch_process_group`.
 
     Attributes:
         capacity_factor: How many experts a token has on average.
@@ -139,8 +139,8 @@ class Balance:
 class MoE(nn.Module):
     """A mixture of experts that the ranks of a group divide; each rank has tokens of its own.
 
-    Outputs and gradients are those of one process with all experts and the tokens of all ranks. Gradients follow the
-    rule of data parallel training: the average over ranks is that of one process whose loss is the average. Those of
+    Outputs and gradients equal one process with all experts and the tokens of all ranks. Gradients follow the
+    rule of data parallel training: the average over ranks equals one process whose loss is the average. Gradients of
     `experts` are averaged over `process_group` already, and left to average over ranks with the same experts, if there
     are any; those of all else over all ranks.
 
@@ -157,7 +157,7 @@ class MoE(nn.Module):
         activation: A function of tensors.
         shared_expert: A module for [..., dim] that all tokens go through, whose output is added; each rank has it.
         process_group: The ranks that divide the experts, `ep` of a ParallelDims; None is the default group. With a mesh
-            of two dimensions, (expert, tensor), those of the second, `tp` of a ParallelDims, divide the hidden features
+            of two dimensions, (expert, tensor), ranks of the second, `tp` of a ParallelDims, divide the hidden features
             of each expert, and have the same tokens.
         batch_process_group: The ranks whose tokens are one batch to capacities, expert choice and losses; None is
             the expert axis, where that has all tokens or nothing looks at the batch. With replicas of the experts it is

@@ -1,7 +1,7 @@
 """Routing: which experts each token goes to, and with which weight; functions of tensors, without parameters.
 
-T tokens, E experts, k choices of a token. "The batch" of capacity, expert choice and losses is that of all ranks of
-`batch_process_group`, in rank order, so that the result is that of one process with all tokens. A world of one,
+T tokens, E experts, k choices of a token. "The batch" of capacity, expert choice and losses spans all ranks of
+`batch_process_group`, in rank order, so that the result equals one process with all tokens. A world of one,
 `Group()`, takes the tokens of this rank alone, as GShard's groups do.
 """
 
@@ -45,8 +45,8 @@ class Routing(NamedTuple):
 def router_scores(logits: Tensor, score_function: ScoreFunction = "softmax") -> Tensor:
     """Returns the affinity [T, E] of tokens and experts, in fp32 at least.
 
-    "softmax" over the experts is that of Shazeer et al. (arXiv 1701.06538) and Switch (arXiv 2101.03961, eq. 1),
-    "sigmoid" of each that of DeepSeek-V3 (arXiv 2412.19437, eq. 15).
+    "softmax" over the experts is from Shazeer et al. (arXiv 1701.06538) and Switch (arXiv 2101.03961, eq. 1),
+    "sigmoid" of each is from DeepSeek-V3 (arXiv 2412.19437, eq. 15).
 
     Args:
         logits: [T, E], what the router computes.
@@ -208,7 +208,7 @@ def with_capacity(
         routing: Of this rank's tokens.
         num_experts: E.
         capacity: How many of the batch's choices an expert takes.
-        order: "token": those of earlier tokens (Switch). "choice": first choices of all tokens before second ones
+        order: "token": earlier tokens first (Switch). "choice": first choices of all tokens before second ones
             (GShard, arXiv 2006.16668, algorithm 1). "weight": higher weights (V-MoE's batch prioritised routing,
             arXiv 2106.05974).
         normalize: Divide what weights a token has left by their sum, as GShard does.

@@ -2,7 +2,7 @@
 
     tokens [T, dim]                                        of this rank
       -> a copy for each choice, sorted by expert          [A, dim]   A = the choices that go to an expert
-      -> all-to-all: each rank gets those of its experts   [R, dim]
+      -> all-to-all: each rank gets its experts'   [R, dim]
       -> by expert; of one expert by rank, then by token
     experts
       -> the same way back
@@ -113,7 +113,7 @@ def plan_dispatch(
             they compare sums of their bits.
 
     Raises:
-        ValueError: The shapes do not fit each other. On all ranks alike: the layers or their routers differ, a weight
+        ValueError: The shapes do not fit each other. On all ranks: the layers or their routers differ, a weight
             of some rank is not finite, tokens need gradients on some ranks only, or ranks of a
             `tensor_parallel_group` have other tokens.
         TransferError: A rank did not come.

@@ -96,11 +96,11 @@ def split_by(
 class SplitOptimizer(Optimizer):
     """Two optimizers as one; `split_by` makes it.
 
-    Its parameter groups are those of the two, the very same objects, so that a scheduler changes the options of both.
+    Its parameter groups are the same objects as in the two, so that a scheduler changes the options of both.
 
     Attributes:
         matrix: The optimizer of the hidden matrices.
-        other: That of all else.
+        other: The optimizer of all else.
 
     Examples:
         >>> import torch
@@ -151,7 +151,7 @@ class SplitOptimizer(Optimizer):
         norm_type: float = 2.0,
         filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
     ) -> Tensor:
-        """Scales all gradients by one norm, that of both optimizers' together; see `OSS.clip_grad_norm_`."""
+        """Scales all gradients by one norm, over both optimizers together; see `OSS.clip_grad_norm_`."""
         return clip_grads_of(self.optimizers, max_norm, norm_type, filter_params_fn)
 
     def wait(self) -> None:

@@ -46,7 +46,7 @@ class LocalSGD:
     Inside a node it may be, or sharded by `fully_shard`; `process_group` then has the ranks that hold the same part,
     one in each node.
 
-    With x the parameters at the last outer step, y those of each rank now, and lr the learning rate of `optimizer`,
+    With x the parameters at the last outer step, y each rank's now, and lr the learning rate of `optimizer`,
     the outer step is, element by element:
 
         d = (x - mean of y) / lr                                                  (lr is 1 unless `scale_by_lr`)

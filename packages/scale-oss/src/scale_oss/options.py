@@ -87,7 +87,7 @@ class OuterStep:
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise ValueError(f"OuterStep: expected lr above 0, got {self.lr}; 1.0 takes the average as it is")
+            raise ValueError(f"OuterStep: expected lr above 0, got {self.lr}; 1.0 takes the unchanged average")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"OuterStep: expected momentum from 0 to below 1, got {self.momentum}")
         if self.nesterov and not self.momentum:

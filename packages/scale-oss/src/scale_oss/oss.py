@@ -57,7 +57,7 @@ class OSS(OSSStep):
     Gradients must be averaged over the ranks when it steps, by DistributedDataParallel, or by `ShardedDataParallel`,
     which leaves each rank its shard of them alone.
 
-    Parameters may be shards already, as those of a model under `fully_shard` (scale-fsdp). An optimizer that updates
+    Parameters may be shards already, as in a model under `fully_shard` (scale-fsdp). An optimizer that updates
     each element by itself then steps on the shards as they are, as it would without OSS. One that needs full tensors,
     for example Muon, Adafactor or LAMB, gets each full tensor on one rank during the step, and keeps its state
     there: see `full_param_bucket`. In a hybrid mesh each copy of the model does so by itself. One OSS may hold both

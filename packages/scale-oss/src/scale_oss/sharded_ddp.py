@@ -139,7 +139,7 @@ class ShardedDataParallel(nn.Module):
         >>> optimizer.step()
 
     After a backward pass `param.grad` is this rank's part of the averaged gradient, a `ShardedTensor`, and the
-    optimizer steps with it as it is then. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
+    optimizer steps with its present values. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
 
     Args:
         module: The model; all its parameters that train must be in one of the optimizers.

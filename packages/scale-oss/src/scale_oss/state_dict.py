@@ -241,7 +241,7 @@ class OSSStateDictMixin(Optimizer):
 
     @property  # type: ignore[override]  # Optimizer has an attribute, which users assign to.
     def state(self) -> StateByParam:
-        """This rank's state of each parameter, by the parameter; of a parameter that is cut, that of its part."""
+        """This rank's state of each parameter, by the parameter; of a parameter that is cut, its part's."""
         return self._state
 
     @state.setter
@@ -320,14 +320,14 @@ class OSSStateDictMixin(Optimizer):
 
         Raises:
             TypeError: It is not a state dict, as on ranks that did not receive it.
-            ValueError: It is that of other parameters, or of another optimizer.
+            ValueError: It belongs to other parameters, or to another optimizer.
             ContractError: The ranks have different ones.
         """
         self.load_checked(self.check_state_dict(state_dict))
         self._is_empty = not state_dict["state"]
 
     def check_state_dict(self, state_dict: Any) -> dict[str, Any]:
-        """Compares a full state with this optimizer, and with those of the other ranks; raises as `load_state_dict`.
+        """Compares a full state with this optimizer, and with the other ranks' states; raises as `load_state_dict`.
 
         Changes nothing; returns this rank's shard of it, for `load_checked`.
         """

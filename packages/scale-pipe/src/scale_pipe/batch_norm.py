@@ -1,6 +1,6 @@
 """`DeferredBatchNorm`: running statistics of full mini-batches, updated once per mini-batch.
 
-Each micro-batch is normalized by its own statistics, since those of the others are not known yet. They are merged, and
+Each micro-batch is normalized by its own statistics, since the others' are not known yet. They are merged, and
 the running averages are updated once per mini-batch instead of once per micro-batch.
 """
 

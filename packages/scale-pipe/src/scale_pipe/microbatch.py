@@ -1,7 +1,7 @@
 """Cuts a mini-batch into micro-batches, and merges their outputs.
 
 The inputs of a model may be nested in any way: each tensor is cut along its first dimension, and everything else goes
-to every micro-batch as it is.
+to every micro-batch unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_CHUNK_HINT = "what belongs to no sample is passed as scale_pipe.NoChunk(tens
 
 
 class NoChunk:
-    """Around a tensor among a model's inputs: it is not cut, but goes to every micro-batch as it is.
+    """Around a tensor among a model's inputs: it is not cut, but goes to every micro-batch unchanged.
 
     It is for tensors that belong to no sample, for example a mask [1, 1, L, L] or a table. A tensor without dimensions
     is not cut in any case.
@@ -169,7 +169,7 @@ def scatter(inputs: Any, chunks: int) -> list[Any]:
 def scatter_with_sizes(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
     """Cuts a mini-batch into at most `chunks` micro-batches, nested as the inputs are, and returns their samples.
 
-    With one micro-batch it is the inputs themselves; otherwise tensors are views of those of the mini-batch. Raises
+    With one micro-batch it is the inputs themselves; otherwise tensors are views of the mini-batch's. Raises
     TypeError if no tensor in it can be cut, and ValueError if tensors have different numbers of samples.
     """
     batch_size = batch_size_of(inputs)
@@ -192,7 +192,7 @@ def scatter_each(inputs: Any, chunks: int, *, stacklevel: int = 2) -> list[Any]:
     """Cuts a mini-batch as `scatter` does, and where tensors differ in their first dimension, each one by itself.
 
     They have to be cut in the same proportions: [2, ...] with [4, ...] makes two micro-batches of [1, ...] with
-    [2, ...]. Since one of them may also be a table that was not to be cut, there is a warning; `stacklevel` is that of
+    [2, ...]. Since one of them may also be a table that was not to be cut, there is a warning; `stacklevel` is for
     `warnings.warn`, 2 for the caller. Raises ValueError where proportions differ.
     """
     first_by_size: dict[int, tuple[str, Tensor]] = {}
@@ -281,7 +281,7 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def gather(outputs: Sequence[Any]) -> Any:
-    """Merges the outputs of all micro-batches: tensors along dimension 0, everything else as it is in each.
+    """Merges the outputs of all micro-batches: tensors along dimension 0, everything else must be equal in each.
 
     A single output is returned unchanged. Raises ValueError where outputs are not nested in the same way, tensors have
     no dimension or do not fit, or values that are no tensors differ.
@@ -298,7 +298,7 @@ def gather(outputs: Sequence[Any]) -> Any:
         if column.keys() != columns[0].keys():
             differing = sorted(column.keys() ^ columns[0].keys())
             raise ValueError(
-                f"expected outputs that are nested alike for every micro-batch; those of micro-batches 0 and {number} "
+                f"expected outputs of the same nesting for every micro-batch; micro-batches 0 and {number} "
                 f"differ at output{differing[0]}: let the model return the same structure whatever its input is"
             )
     for path, leaf in columns[0].items():

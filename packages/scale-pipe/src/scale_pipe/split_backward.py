@@ -1,4 +1,4 @@
-"""A backward pass in two: the gradients of the inputs now, those of the parameters later (zero-bubble schedules).
+"""A backward pass in two: the gradients of the inputs now, of the parameters later (zero-bubble schedules).
 
 Autograd's graph of a stage is walked once. Nodes that lead to an input are on the *path*; the others lead to parameters
 alone. The *boundary* is where the path has an edge to such a part:

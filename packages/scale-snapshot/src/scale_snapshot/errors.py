@@ -6,7 +6,7 @@ from scale_core.errors import ScaleError
 
 
 class SnapshotError(ScaleError):
-    """Saving or loading failed, on every rank alike; `__cause__` is the original exception."""
+    """Saving or loading failed, on every rank; `__cause__` is the original exception."""
 
 
 class DamagedSnapshotError(SnapshotError):

@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 20
 def first_nonfinite(path: Path, manifest: Manifest, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
     """The first tensor of a snapshot, by its key, that has a NaN or an infinity; "" where all numbers are finite.
 
-    Infinities of a tensor whose other values are zeros are meant: it is a mask, as that of causal attention.
+    Infinities of a tensor whose other values are zeros are meant: it is a mask, for example of causal attention.
     """
     for key, saved in manifest.tensors.items():
         if not saved.dtype.is_floating_point and not saved.dtype.is_complex:

@@ -105,7 +105,7 @@ class Recognized:
 
 
 def recognize(path: str | os.PathLike[str]) -> Recognized | None:
-    """Returns the kind of a file or folder; None if it is no known checkpoint, or is not there.
+    """Returns the kind of a file or folder; None if it is not a known checkpoint, or is missing.
 
     Raises:
         OSError: It can't be read.
@@ -263,7 +263,7 @@ def index_of(folder: Path) -> dict[str, str] | None:
     """The index of a folder of several files, as {name of a tensor: name of its file}; None where there is none.
 
     Raises:
-        ValueError: The index is no such thing, or names a file outside of the folder.
+        ValueError: The file is not an index, or names a file outside of the folder.
     """
     index_files = [*sorted(folder.glob("*.safetensors.index.json")), *sorted(folder.glob("*.bin.index.json"))]
     return read_index(index_files[0]) if index_files else None

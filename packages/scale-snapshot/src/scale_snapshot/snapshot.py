@@ -165,7 +165,7 @@ def load_snapshot(
 
     To be called on every rank of the group. Rank 0 decides which snapshot it is. All keys, shapes and dtypes are
     compared, and all files verified against their checksums, before the first tensor is overwritten. Without `step`,
-    damaged and unfinished snapshots are passed over with a warning, those of a newer version are not.
+    damaged and unfinished snapshots are passed over with a warning, snapshots of a newer version are not.
 
     Args:
         directory: As given to `save_snapshot`.
@@ -174,7 +174,7 @@ def load_snapshot(
             called again for the next snapshot where one is passed over.
         process_group: The ranks that hold the state together; the default group if None.
         step: This snapshot and no other.
-        strict: False loads matching values, leaves the rest as it is, and warns with a list of mismatches.
+        strict: False loads matching values, leaves the rest unchanged, and warns with a list of mismatches.
         cast: Whether floating-point numbers and integers are converted to the dtypes of `state`.
 
     Raises:
@@ -183,7 +183,7 @@ def load_snapshot(
         NewerSnapshotError: On every rank: a newer version of scale-core wrote the one that was to be loaded.
         ForeignCheckpointError: On every rank: the directory is a checkpoint of another library; the error says how it
             is converted.
-        SnapshotError: On every rank: there is no complete snapshot (`FileNotFoundError` is the cause), or it is that of
+        SnapshotError: On every rank: there is no complete snapshot (`FileNotFoundError` is the cause), or it belongs to
             another model (`StateMismatch` is the cause; it lists all that differs); or the ranks were given different
             arguments.
 

@@ -2,7 +2,7 @@
 
 A module that was written for one process reshapes by its own number of heads. Where its projections are divided, that
 number is another one, and so is whatever depends on it. The meaning of each attribute is written down here, as rules
-with names; a module that no rule fits is refused.
+with names; a module that no rule fits raises.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class AttentionRule:
     Attributes:
         name: The name of the family in errors.
         query: The projections of the queries that are known, by name.
-        key_value: Those of the keys and values.
+        key_value: The projections of the keys and values.
         fused: Projections of all three in one.
         layout: The order of their outputs: "stacked", all queries, all keys, all values; or "by_head", the query,
-            key and value of the first head, then those of the second one.
+            key and value of the first head, then the second one's.
         classes: The attention modules, by the names of their classes, that it is for; none named is all.
         not_classes: Those that it is not for, whatever their parts are called.
         heads: Attributes that hold the number of heads.
-        key_value_heads: Attributes that hold that of the key-value heads.
+        key_value_heads: Attributes that hold the number of key-value heads.
         ratio: Attributes that hold how many heads share a key-value head.
         widths: Attributes that hold the heads times the head size.
 

@@ -1,6 +1,6 @@
 """Collectives of tensor parallelism along any dimension of a tensor, and the same with their gradients.
 
-No argument is written to. Summands are added in rank order, those of half precision in fp32, and rounded once, so that
+No argument is written to. Summands are added in rank order, half precision in fp32, and rounded once, so that
 one process can compute the same number to the bit. On CUDA the order, and for half precision the rounding, are NCCL's.
 Each `start_...` returns a `PendingTensor`, so that something can be computed until it is waited for.
 

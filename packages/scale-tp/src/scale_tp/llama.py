@@ -173,7 +173,7 @@ def _merge_rule(name: str, files: _Files, dims: Mapping[str, int | None]) -> tup
     others = {shape if dim is None else (*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     if len(others) > 1 or (dim is not None and len(shapes[0]) <= dim):
         raise ValueError(
-            f"{name}: expected parts that are alike but for dimension {dim}, got {shapes} by file: take the files of "
+            f"{name}: expected parts of equal shape but for dimension {dim}, got {shapes} by file: take the files of "
             "one checkpoint"
         )
     if dim is None:

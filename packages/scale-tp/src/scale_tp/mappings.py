@@ -57,7 +57,7 @@ def copy_many_to_tensor_model_parallel_region(*inputs: Tensor, process_group: Gr
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, process_group: GroupLike = None) -> Tensor:
-    """Returns the sum over the ranks; the gradient goes to each summand as it is.
+    """Returns the sum over the ranks; the gradient goes to each summand unchanged.
 
     Args:
         input_: [any shape]: a summand; of one shape on all ranks. It is not changed.

@@ -25,7 +25,7 @@ from scale_tp.parallel_state import get_tensor_model_parallel_rank
 
 
 class RNGState(NamedTuple):
-    """The state of the generator of the host and, where there is an accelerator, of that of a device."""
+    """The state of the generator of the host and, where there is an accelerator, of a device's."""
 
     host: Tensor
     device: Tensor | None
@@ -45,7 +45,7 @@ def get_rng_state(device: torch.device | None = None) -> RNGState:
 
 
 def set_rng_state(state: RNGState, device: torch.device | None = None) -> None:
-    """Sets the generators to the state of `get_rng_state`; without an accelerator, that of a device is left out."""
+    """Sets the generators to the state of `get_rng_state`; without an accelerator, a device's is left out."""
     torch.set_rng_state(state.host)
     accelerator = _with_generator(device)
     if state.device is not None and accelerator is not None:
@@ -111,7 +111,7 @@ class RNGStatesTracker:
             if not (isinstance(argument, tuple) and len(argument) == 2 and isinstance(argument[0], torch.Tensor)):
                 raise TypeError(
                     f"expected the state of the stream '{name}' to be one that get_states() gives, of the host and of "
-                    f"the device, got {type(argument).__name__}: FairScale and Megatron keep that of one generator "
+                    f"the device, got {type(argument).__name__}: FairScale and Megatron keep one generator's "
                     "alone, from which the streams can't go on; restart them, "
                     "scale_tp.model_parallel_manual_seed(seed)"
                 )
@@ -123,7 +123,7 @@ class RNGStatesTracker:
         return {"states": states, "seeds": sorted(self._seeds)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Sets the streams to those of a `state_dict`, in place of any others.
+        """Sets the streams to the states in a `state_dict`, in place of any others.
 
         Raises:
             ValueError: It is none of those that `state_dict` gives.

@@ -98,7 +98,7 @@ class LocalGradNorms:
         return bool(self._handles) or any(lacks_autograd_hooks(p) for p in self._params if p.requires_grad)
 
     def register_hooks(self, params: Iterable[Tensor]) -> None:
-        """Hooks those of these parameters that can have a gradient, by their indices in this order.
+        """Hooks the parameters that can have a gradient, by their indices in this order.
 
         A hook that is followed by a foreign one is put last again: changes by other hooks are averaged.
         """
@@ -186,7 +186,7 @@ class LocalGradNorms:
         return [param.grad if self._indices.get(id(param)) in self._handles else None for param in params]
 
     def indices_of(self, params: Iterable[Tensor]) -> frozenset[int]:
-        """The indices of those of these parameters that have one."""
+        """The indices of these parameters that have one."""
         return frozenset(self._indices[id(param)] for param in params if id(param) in self._indices)
 
     # A backward pass.
@@ -207,7 +207,7 @@ class LocalGradNorms:
 
     @on_local_tensors
     def _on_source_grad(self, param: Tensor, grad: Tensor, source: int) -> None:
-        """Called with the gradient of one rank's samples, ahead of that of all of them."""
+        """Called with the gradient of one rank's samples, ahead of the gradient of all of them."""
         index = self._indices.get(id(sharded_param_of(param)))
         if index is None or index not in self._by_source:
             return
@@ -329,7 +329,7 @@ class LocalGradNorms:
             _refuse_parts(last.ranks)
 
     def _check_sources(self) -> None:
-        """Refuses a gradient of the samples of several ranks where that of each by itself has not come."""
+        """Refuses a gradient of the samples of several ranks where the gradients of single ranks have not come."""
         reported = {index for _, index, _ in self._sources}
         for index in sorted({index for _, index in self._seen} & self._by_source - reported):
             raise RuntimeError(
@@ -369,7 +369,7 @@ class LocalGradNorms:
 
 
 def _refuse_parts(ranks: Sequence[int]) -> NoReturn:
-    """Refuses the gradients of parts of sequences: their squares are those of no sample."""
+    """Refuses the gradients of parts of sequences: their squares belong to no sample."""
     raise RuntimeError(
         f"AdaScale measures gradients of whole samples, and in context_parallel() the ranks {list(ranks)} have parts "
         "of the same sequences. Train without AdaScale there, or with whole sequences on each rank; after "

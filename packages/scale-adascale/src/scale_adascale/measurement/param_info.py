@@ -61,7 +61,7 @@ def data_group_of(optimizer: Optimizer, given: GroupLike) -> Group:
         raise ValueError(
             f"expected process_group to be the ranks that have the same stages as this one, for other data, got "
             f"{list(data.ranks)}, of which some have other stages of the pipeline over {list(pipeline.ranks)}. Pass "
-            "AdaScale(..., process_group=those of the replicas of this rank's stages, as mesh['replica'])"
+            "AdaScale(..., process_group=the replicas of this rank's stages, as mesh['replica'])"
         )
     return data
 
@@ -109,7 +109,7 @@ class NormWeights(NamedTuple):
 
 
 def norm_weights(param: Tensor, holder: Tensor, data: Group, model: Group, splits: Iterable[Group] = ()) -> NormWeights:
-    """The weights of one parameter, whose averaged gradient is that of `holder`: itself, or a piece of it.
+    """The weights of one parameter, whose averaged gradient is in `holder`: itself, or a piece of it.
 
     One without a `Shard` is equal on the ranks of `splits`, over which other parameters of the model are split. Raises
     ValueError for one that is split over ranks in neither group, or over `data` by a tensor parallel layer.
@@ -128,7 +128,7 @@ def norm_weights(param: Tensor, holder: Tensor, data: Group, model: Group, split
                 f"{title_of(param)} is shared by the ranks {list(axis.group.ranks)}, which AdaScale knows neither as "
                 f"ranks with other data, {list(data.ranks)}, nor as ranks with other parts of the model, "
                 f"{list(model.ranks)}. Pass AdaScale(..., process_group=the data parallel ranks, "
-                "model_parallel_group=those of tensor and pipeline parallelism)"
+                "model_parallel_group=the ranks of tensor and pipeline parallelism)"
             )
     if not is_split:
         local /= math.prod(group.size for group in splits)

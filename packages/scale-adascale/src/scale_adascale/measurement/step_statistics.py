@@ -102,7 +102,7 @@ def _address_and_version(grad: Tensor) -> tuple[int, int]:
 class ConsecutiveGradients:
     """The last step's gradients, kept for the noise of one worker that accumulates nothing.
 
-    One gradient per step does not tell how noisy it is, so those of successive steps are compared. They are those of
+    One gradient per step does not tell how noisy it is, so successive steps are compared. Their gradients are from
     other weights: the change of the weights in between counts as noise. The other way is `batch_size.halves`.
     """
 
@@ -117,7 +117,7 @@ class ConsecutiveGradients:
         return self._last is not None
 
     def update(self, holders: Sequence[Tensor], trained: Sequence[bool]) -> tuple[list[Tensor | None], frozenset[int]]:
-        """Copies the gradients that a pass has brought; returns those of the step before.
+        """Copies the gradients that a pass has brought; returns the gradients of the step before.
 
         Also returns the indices of parameters that were frozen in one of both steps, which are not compared.
         """
@@ -348,7 +348,7 @@ class StepStatistics:
         )
 
     def _drop_nonfinite(self, sample: Sequence[Moments | None], *, warn: bool) -> list[Moments | None]:
-        """Drops moments that are no numbers, and those of gradients that are all zero."""
+        """Drops moments that are no numbers, and moments of gradients that are all zero."""
         nonzero = [row if row is not None and any(row) else None for row in sample]
         finite = [row if row is not None and all(map(math.isfinite, row)) else None for row in nonzero]
         if warn and finite != nonzero and not self._has_warned:
@@ -392,9 +392,9 @@ class StepStatistics:
     def set_batch_geometry(
         self, *, scale: float | None = None, num_gradients: int | None = None, is_small_batch_kept: bool | None = None
     ) -> None:
-        """Changes the settings, and the noise average to that of the batch which has scale 1 from now on.
+        """Changes the settings, and the noise average to the batch which has scale 1 from now on.
 
-        A pass is taken to have as many samples as before; then the small batch is that of a step over the scale, unless
+        A pass is taken to have as many samples as before; then the small batch is a step's over the scale, unless
         `is_small_batch_kept` for one of the changes between two steps. None leaves each unchanged.
         """
         settings, estimates = self._settings, self._state.estimates

@@ -1,7 +1,7 @@
 """`scale-check run script.py`: on several ranks, on one, and once more on one for its rounding; then compared.
 
-Each rank has a `ForkServer`, and those of the first two also run the script in one process. Recordings have sums of
-large tensors. If such a tensor is the first that differs, the script runs once more and keeps this tensor as it is, so
+Each rank has a `ForkServer`, and the first two's also run the script in one process. Recordings have sums of
+large tensors. If such a tensor is the first that differs, the script runs once more and keeps all of this tensor, so
 that the report has an index and two values.
 """
 
@@ -85,7 +85,7 @@ class _Runner:
     limit_seconds: float
 
     def run_alone(self, task: ScriptTask, folder: Path) -> list[Recording]:
-        """Runs the script in one process, and beside it with weights that differ in their last place."""
+        """Runs the script in one process, and again with weights that differ in their last place."""
         folder.mkdir()
         with ThreadPoolExecutor(2) as executor:  # Each of the two has one process.
             runs = [

@@ -36,7 +36,7 @@ class StreamOrder:
     """The clocks of one simulation: of its streams, its communicators and its host threads."""
 
     active: StreamOrder | None = None
-    """That of the simulation that runs now, if it looks for races."""
+    """The clocks of the simulation that runs now, if it looks for races."""
 
     def __init__(self) -> None:
         self.thread = WorkQueue("the main thread", "thread")
@@ -164,7 +164,7 @@ class SimulatedEvent:
 class SimulatedWorker(InlineExecutor):
     """A host thread that works beside the others, in the order of its tasks; who takes a result has waited for it.
 
-    A task runs when it is submitted, but may be as late as the first that takes its result, or that of a later task: so
+    A task runs when it is submitted, but may be as late as the first that takes its result, or a later task's: so
     what the task was given lives until then.
     """
 
@@ -265,7 +265,7 @@ def in_backward_thread() -> Iterator[None]:
 
 
 def frames() -> Frames:
-    """The lines of code that have led here, the innermost first: not those of torch and of the simulation."""
+    """The lines of code that have led here, the innermost first, without torch and the simulation."""
     found: list[tuple[str, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < _MAX_FRAMES:

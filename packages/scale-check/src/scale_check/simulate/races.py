@@ -12,7 +12,7 @@ ranges of storages. The rules are CUDA's and NCCL's:
 - Copies between host and device are asynchronous where they are `non_blocking` and the host's memory is pinned;
   otherwise the host waits for them. Pinned memory that dies is kept until its copies have ended.
 
-Bytes between those of a strided view count as its own. C++ that waits for collectives by itself is not seen: these, and
+Bytes in the gaps of a strided view count as its own. C++ that waits for collectives by itself is not seen: these, and
 those whose future a program takes, count as waited for at once. `ddp` does in Python what the reducer of
 DistributedDataParallel does.
 """
@@ -74,7 +74,7 @@ class Race(NamedTuple):
         memory: The bytes, and where they were allocated.
         missing: The wait that would give them an order.
 
-    See also: [the guide to missing waits](../guides/check.md#missing-waits-races).
+    See also: [the guide to missing waits](../guides/check.md#missing-waits-race-conditions).
     """
 
     earlier: str

@@ -90,7 +90,7 @@ class Simulation(Memory):
         collectives: The collectives so far, in order.
         races: The races so far, where the simulation looks for them (`races=`).
 
-    See also: [the guide to missing waits](../guides/check.md#missing-waits-races).
+    See also: [the guide to missing waits](../guides/check.md#missing-waits-race-conditions).
     """
 
     def __init__(self, rank: int, world_size: int, check: bool, device: torch.device) -> None:
@@ -348,7 +348,7 @@ def simulate(
         UseAfterReleaseError: Inside: an operation was given released memory.
         RaceError: Inside, or at the end: two uses of the same memory have no order.
 
-    See also: [the guide to missing waits](../guides/check.md#missing-waits-races).
+    See also: [the guide to missing waits](../guides/check.md#missing-waits-race-conditions).
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank from 0 to {world_size - 1} in a world of {world_size}, got rank {rank}")
@@ -356,7 +356,7 @@ def simulate(
         raise ValueError(f"simulate: expected device to be 'cpu' or '{compat.STAND_IN}', got {device!r}")
     if device == compat.STAND_IN and not fake:
         raise ValueError(
-            f"simulate: '{device}' is no real device, so its tensors can't be real: leave fake=False out, "
+            f"simulate: '{device}' is not a real device, so its tensors can't be real: leave fake=False out, "
             "or simulate on device='cpu'"
         )
     if device == "cpu" and (races or backward_thread):

@@ -1,6 +1,6 @@
 """Blocks, the modules of a model for which a plan decides, and the strategies among which it does.
 
-Models name the modules that must not be cut (`_no_split_modules`, as those of the Hugging Face libraries do), or show
+Models name the modules that must not be cut (`_no_split_modules`, as the Hugging Face libraries do), or show
 it by repetition: the items of a `ModuleList` or a `Sequential` that have the class of a neighbor. The outermost ones
 are taken, and all other modules of the same classes, so that a middle block of its own list counts as well.
 """

@@ -146,7 +146,7 @@ def plan_memory(
         sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
         budget_bytes: For all that lives on the device in a step: parameters, buffers, inputs, activations, gradients,
             and `other_bytes`.
-        loss: Makes a scalar of the model's output; None takes the output's `loss`, a scalar output as it is, or
+        loss: Makes a scalar of the model's output; None takes the output's `loss`, a scalar output itself, or
             else gives every result a gradient of ones.
         strategies: The possible strategies of each block: see `profile_memory`.
         blocks: Names of modules that are to be planned; None finds them.
@@ -184,7 +184,7 @@ def plan_memory(
 def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0) -> MemoryPlan:
     """Returns the fastest plan that fits a budget; needs no model.
 
-    `budget_bytes` and `other_bytes` are those of `plan_memory`, and so is the BudgetError.
+    `budget_bytes` and `other_bytes` are `plan_memory`'s, and so is the BudgetError.
 
     Examples:
         >>> import torch

@@ -121,7 +121,7 @@ def profile_memory(
     Args:
         model: In the state in which it will train: its device, its dtype, `train()`; before it is sharded or wrapped.
         sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss: Makes a scalar of the model's output; None takes the output's `loss`, a scalar output as it is, or
+        loss: Makes a scalar of the model's output; None takes the output's `loss`, a scalar output itself, or
             else gives every result a gradient of ones.
         strategies: The possible strategies of each block: see `Strategies`; None takes "keep", "recompute",
             "selective" and, where the device is not the host itself, "offload".

@@ -161,7 +161,7 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Returns the device whose memory counts: that of the first parameter."""
+    """Returns the device whose memory counts: the first parameter's."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
@@ -208,7 +208,7 @@ def least_seconds(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Forward and backward of a model as it is.
+    """Forward and backward of an unchanged model.
 
     Attributes:
         peak_bytes: The most that lives at any one time: parameters, buffers, inputs and gradients included.
@@ -226,7 +226,7 @@ class MeasuredStep:
 def measure_step(
     model: nn.Module, sample_input: Any, *, loss: Callable[[Any], Tensor] | None = None, repeats: int = 5
 ) -> MeasuredStep:
-    """Runs steps of a model as it is wrapped now; gradients, buffers and random numbers are unchanged afterwards.
+    """Runs steps of a model with its present wrappers; gradients, buffers and random numbers are unchanged afterwards.
 
     Args:
         model: Any module.

@@ -5,7 +5,7 @@
 | mode (`train()`, `eval()`) | | restored |
 | parameter | | assigned, frozen or thawed: restored; in place: an error |
 | buffer | its values before, as a copy; the recomputation must change the same buffers | as a parameter |
-| buffer of a norm | its values before; its backward reads the present ones, as that of a plain norm (see DESIGN.md) | |
+| buffer of a norm | its values before; its backward reads the present ones, as in a plain norm (see DESIGN.md) | |
 
 Which buffers a forward changes is learned from each module's first forward, for which all are copied.
 """

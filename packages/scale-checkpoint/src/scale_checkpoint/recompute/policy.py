@@ -161,7 +161,7 @@ _ALWAYS_RUN = frozenset((torch.ops.aten.detach.default, torch.ops.aten._to_copy.
 UNINITIALIZED_RESULTS = frozenset(
     ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 )
-"""Operators that return uninitialized memory; kernels such as that of `rrelu` write to it unseen."""
+"""Operators that return uninitialized memory; kernels, for example of `rrelu`, write to it unseen."""
 
 
 @cache
@@ -176,7 +176,7 @@ def can_be_saved(operator: Any) -> bool:
 
 
 def draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator draws random numbers, as it is called here."""
+    """Whether an operator draws random numbers in this call."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     probability = _argument(operator, "dropout_p", args, kwargs)
@@ -184,7 +184,7 @@ def draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def updated_statistics(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The running statistics that a norm updates, as it is called here; its schema does not name them."""
+    """The running statistics that a norm updates in this call; its schema does not name them."""
     if _argument(operator, "training", args, kwargs) is False:
         return []
     statistics = (_argument(operator, name, args, kwargs) for name in ("running_mean", "running_var"))

@@ -3,7 +3,7 @@
 torch has such a pair, `create_selective_checkpoint_contexts`, which takes about the same time. This one draws random
 numbers as the plain module does, lets kept results be offloaded, computes again results that were changed in place,
 and can go backward twice through a graph that is retained: used results are computed again. And it learns: a result
-that no recomputation has asked for, such as that of a block's last product, is not kept by later calls.
+that no recomputation has asked for, such as the output of a block's last product, is not kept by later calls.
 """
 
 from __future__ import annotations

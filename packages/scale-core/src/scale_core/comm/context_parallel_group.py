@@ -1,6 +1,6 @@
 """The ranks that have parts of the same samples: of sequences, in context parallelism.
 
-Measurements of gradients by sample ask for it: the gradient of a part is that of no sample.
+Measurements of gradients by sample ask for it: the gradient of a part belongs to no sample.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def new_group_along(
     Args:
         partition: The global ranks of each group.
         new_groups: The groups of earlier calls, by their partition: an equal partition has the same groups.
-        backend: The transport; None is that of the default group.
-        timeout: None is that of the default group. torch's own is half an hour for any group.
+        backend: The transport; None is the default group's.
+        timeout: None is the default group's. torch's own is half an hour for any group.
     """
     key = (tuple(map(tuple, partition)), backend)
     if key not in new_groups:

@@ -1,4 +1,4 @@
-"""The end of a backward pass that reduces gradients: alike on all ranks, or an error on all of them.
+"""The end of a backward pass that reduces gradients: the same on all ranks, or an error on all of them.
 
 During the pass, each bucket of gradients is reduced, `mark_reduced`. A parameter without a gradient counts as zeros
 there. At the end, `compare` tells each rank how the pass has gone on the others. If one has failed, all raise. If not,
@@ -179,7 +179,7 @@ class BackwardPass:
             statuses: As `compare` returned them.
             late: This rank's late gradients.
             reduce: Reduces a bucket, given its number, on all ranks together.
-            publish: Adds all reduced gradients to those of the parameters. It is given, by bucket, the parameters that
+            publish: Adds all reduced gradients to the parameters'. It is given, by bucket, the parameters that
                 some rank has frozen when they had an accumulated gradient.
         """
         frozen: dict[int, list[int]] = {}

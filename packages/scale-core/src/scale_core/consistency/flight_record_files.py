@@ -25,7 +25,7 @@ def write_flight_record(ranks: Sequence[int], rank: int, name: str, events: Sequ
     Args:
         ranks: The ranks of the group in the job.
         rank: This one in the group.
-        name: That of the record, the same on all ranks of the group.
+        name: The record's name, the same on all ranks of the group.
         events: The last events, oldest first.
     """
     folder = os.environ.get(VARIABLE)

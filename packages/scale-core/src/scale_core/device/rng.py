@@ -1,6 +1,6 @@
 """Random number generators: which of them a computation has drawn from, and their states set back to draw again.
 
-Every generator of the process is looked at, that of each device, whatever devices a module's tensors are on; inside of
+Every generator of the process is looked at, each device's too, whatever devices a module's tensors are on; inside of
 `only_device` those that belong to other threads are left out. Only those that were drawn from are kept, so a module
 without dropout keeps nothing and replays nothing.
 """
@@ -47,7 +47,7 @@ _limit = _Limit()
 
 @contextmanager
 def only_device(device: torch.device) -> Iterator[None]:
-    """Inside, in this thread, the generators are those of the host and of one device: others have theirs in use."""
+    """Inside, in this thread, the generators are the host's and one device's: others have theirs in use."""
     before, _limit.device = _limit.device, device
     try:
         yield
@@ -129,7 +129,7 @@ def _device_functions(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]
 
 
 def _generators() -> list[Generator]:
-    """Those of the host and of each initialized accelerator; the others have not drawn yet."""
+    """The generators of the host and of each initialized accelerator; the others have not drawn yet."""
     found: list[Generator] = [torch.default_generator]
     for accelerator in (torch.cuda, torch.xpu):
         if accelerator.is_initialized():

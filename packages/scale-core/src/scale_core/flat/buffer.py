@@ -129,7 +129,7 @@ class FlatBuffer(FlatStorage):
     def gather(self, tag: int = UNTAGGED, *, copies_shard: bool = False) -> None:
         """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or being filled.
 
-        With `copies_shard` the shard may be written to before `wait_gathered`, and is sent as it is now.
+        With `copies_shard` the shard may be written to before `wait_gathered`, and its present values are sent.
         """
         if self.state is not State.SHARDED:
             return

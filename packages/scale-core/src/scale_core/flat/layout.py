@@ -245,7 +245,7 @@ class FlatLayout:
 def alignment_of(itemsize: int) -> int:
     """The alignment of parameters of this many bytes per element: 16 bytes, as of most kernels' loads.
 
-    A view of another dtype, for example `view_as_complex` or `view(torch.float16)` of bytes, is refused where the
+    A view of another dtype, for example `view_as_complex` or `view(torch.float16)` of bytes, raises where the
     offset is not a multiple of that dtype's elements, and on a GPU a kernel may read 16 bytes at once. Tensors of their
     own start at 64 bytes or more, so models rely on it.
 
@@ -294,7 +294,7 @@ def _resolve(entry: LayoutEntry, wish: Atom) -> LayoutEntry:
 
 
 def _keep_rows(rows: list[LayoutEntry], free: set[int], world_size: int, alignment: int) -> FlatLayout:
-    """Places `rows`; those of `free` with the longest rows are cut at elements where the plan would pad too much."""
+    """Places `rows`; tensors of `free` with the longest rows are cut at elements where the plan would pad too much."""
 
     def demoted(longest: int) -> list[LayoutEntry]:
         return [_as_elements(e) if i in free and e.atom > longest else e for i, e in enumerate(rows)]

@@ -74,7 +74,7 @@ class ReduceWork(NamedTuple):
     Attributes:
         work: Its first half, which all of them have; the result is [S].
         reduce_scatter_input: [W * S], what is sent; its memory is free when `work` has been waited for.
-        second_half: Starts the rest, between nodes or replicas, from the result of `work`. None is no second half.
+        second_half: Starts the rest, between nodes or replicas, from the result of `work`. None: no second half.
     """
 
     work: CollectiveWork
@@ -134,7 +134,7 @@ class ShardTransport(ABC):
             all_gather_input: [S], the shard; must not change before the work is waited for, unless `copies_input`.
             all_gather_output: [W * S], of the dtype of the computation or of `all_gather_dtype`.
             tag: As in `scale_core.all_gather`.
-            copies_input: Send the shard as it is now, whatever is written to it.
+            copies_input: Send the shard's present values, whatever is written to it.
         """
 
     @abstractmethod

@@ -133,7 +133,7 @@ def in_backward() -> bool:
 def is_nested() -> bool:
     """Whether the backward pass that runs now is inside of another one, whose end `register_post_backward` waits for.
 
-    So is that of a reentrant checkpoint, which ends before the pass around it has averaged gradients.
+    So is a reentrant checkpoint's, which ends before the pass around it has averaged gradients.
     """
     task = graph_task_id()
     return any(other != task for other in _open_tasks)

@@ -2,7 +2,7 @@
 
 Usually one backward pass computes the gradient of a batch, which is averaged over the ranks at its end: an observer may
 take each pass for a sample. In a pipeline the gradient of a micro-batch comes in several passes, on several ranks,
-between those of other micro-batches, and is averaged after all of them. So the pipeline announces the step here and
+between other micro-batches' gradients, and is averaged after all of them. So the pipeline announces the step here and
 says before each pass which micro-batch it belongs to.
 """
 

@@ -1,6 +1,6 @@
 """Module hooks that are registered on each part when a module is cut, as into the stages of a pipeline.
 
-Most hooks of a module are about its inputs or outputs, which no part has. Those of this kind are about the layers in
+Most hooks of a module are about its inputs or outputs, which no part has. Hooks of this kind are about the layers in
 it, and do the same for a part, so cutting the module must not drop them.
 """
 

@@ -232,7 +232,7 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
             remarks.append(difference)
         # No NaN is equal to another one, and these are no difference.
         if other.config != first.config and (names := differences(first.config, other.config)):
-            difference = f"the configuration of {other_rank} is not that of rank {first.rank}: {'; '.join(names[:10])}"
+            difference = f"the configuration of {other_rank} differs from rank {first.rank}: {'; '.join(names[:10])}"
             return f"{difference}. Give all ranks the same config", ""
     return "", f"the ranks have different releases: {'; '.join(remarks)}" if remarks else ""
 

@@ -63,7 +63,7 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
     All ranks that share one of the parameters call it together, with the same parameters in the same order; of a
-    pipeline, with those of their stages; a rank may have none. Norms are combined in fp64.
+    pipeline, with their stages' parameters; a rank may have none. Norms are combined in fp64.
 
     Args:
         params: Parameters, full or local shards (`shard_of` tells), or one such; one without a gradient counts as
@@ -225,7 +225,7 @@ def is_shared(param: Tensor) -> bool:
 
 
 def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
-    """The groups between which a parameter is sharded, and that of ranks which have other experts in its place."""
+    """The groups between which a parameter is sharded, and the ranks which have other experts in its place."""
     shard = shard_of(param)
     if shard is None:
         return ()

@@ -244,7 +244,7 @@ class ShardedGradScaler(GradScaler):
         state["skips"] = bool(found_inf)
 
     def _error_feedback(self, optimizer: Optimizer) -> tuple[list[ErrorFeedback], str | None]:
-        """Waiting parts of an optimizer's gradients, which a skipped step leaves; or why the step is refused."""
+        """Waiting parts of an optimizer's gradients, which a skipped step leaves; or why the step raises."""
         params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
         feedbacks: list[ErrorFeedback] = []
         for owner in owners_with_error_feedback(params):

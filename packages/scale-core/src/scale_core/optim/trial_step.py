@@ -1,4 +1,4 @@
-"""A trial of an optimizer's first step on shards, without memory: an impossible step is refused before it begins.
+"""A trial of an optimizer's first step on shards, without memory: an impossible step raises before it begins.
 
 An unknown optimizer is run once on tensors of the meta device that have the shapes and the records of
 its parameters. Sharded tensors answer there as in a real step, but for values: nothing is sent, and a number that is

@@ -1,7 +1,7 @@
 """The elements of a tensor that a rank has, of its views, and of results of functions: numbers in, numbers out.
 
 A rank has the elements [start, stop) of a tensor in row-major order, or of some of its indices (`ranges`, as of
-columns). A view in another shape has the same elements; a slice along the first dimension has those of them that lie in
+columns). A view in another shape has the same elements; a slice along the first dimension has the elements that lie in
 it.
 """
 

@@ -1,8 +1,8 @@
-"""Reductions of a sharded tensor that are those of the full one: over all dimensions or some, equal on all ranks.
+"""Reductions of a sharded tensor that equal the full one's: over all dimensions or some, equal on all ranks.
 
 Each rank reduces its own elements, the ranks exchange their results, and each one combines it in the order of
 the ranks. So a result is a plain tensor with the same bits on all ranks; it is on every rank that calls the function,
-and all ranks that share the tensor call it together. Sums differ from those of one process by the order of their
+and all ranks that share the tensor call it together. Sums differ from one process's by the order of their
 summands alone.
 """
 

@@ -1,6 +1,6 @@
 """Checkpoints in torch's own format, `torch.distributed.checkpoint` (DCP).
 
-`sharded_state_dict` can be given to `dcp.save` as it is. `dcp.load` reads only into tensors that exist already: a fresh
+`sharded_state_dict` can be given to `dcp.save` directly. `dcp.load` reads only into tensors that exist already: a fresh
 optimizer, which has none, would silently stay without its state. So the target is made from the saved entries.
 """
 
@@ -38,7 +38,7 @@ def dcp_target(
         key: The key of the state in the saved dict; "" where it was saved alone.
 
     Raises:
-        StateMismatch: The saved state is that of another model or optimizer; nothing has been read into them then.
+        StateMismatch: The saved state belongs to another model or optimizer; nothing has been read into them then.
 
     Examples:
         >>> import tempfile, warnings

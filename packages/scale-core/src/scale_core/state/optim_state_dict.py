@@ -163,7 +163,7 @@ def _fits_in_part(
 
 
 def _fits(key: str, value: SavedTensor, holding: ParamSlice, weight: Any) -> bool:
-    """Whether a saved state can be that of a slice, of whose parameter this `weight` was saved."""
+    """Whether a saved state can belong to a slice, of whose parameter this `weight` was saved."""
     if is_per_param_number(key, value.shape, holding.shape) or value.shape == holding.shape:
         return True
     if isinstance(weight, SavedTensor) and weight.shape != holding.shape:
@@ -350,7 +350,7 @@ def _shared_number(key: str, values: Mapping[ParamSlice, Any]) -> Any:
     for other, its_value in others:
         if as_json(other.name, its_value) != as_json(first.name, value):
             raise StateMismatch(
-                f"optim.{other.name}.{key} is {as_json(other.name, its_value)} and that of {first.name} is "
+                f"optim.{other.name}.{key} is {as_json(other.name, its_value)} and {first.name}'s is "
                 f"{as_json(first.name, value)}, but one flat parameter holds both: load it into a model without "
                 "flatten_parameters"
             )

@@ -25,7 +25,7 @@ REGROUP = "build the optimizer with the parameter groups that it was saved with"
 """What mends groups that differ, in errors."""
 
 NAMES = frozenset({"params", "param_names"})
-"""The keys of a group that are no options of it: names are saved anyway, those of the plain model."""
+"""The keys of a group that are no options of it: names are saved anyway, from the plain model."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ def group_entry(number: int, names: Sequence[str], options: Mapping[str, Any]) -
 
 
 def is_group(key: str) -> bool:
-    """Whether this is the key of a saved group, or that of all groups in one, as in older snapshots."""
+    """Whether this is the key of a saved group, or of all groups in one, as in older snapshots."""
     return key == GROUPS or key.startswith(f"{GROUPS}[")
 
 
 def saved_groups(state: Mapping[str, Any]) -> list[SavedGroup]:
-    """Returns the groups of a state, by number; those of several ranks one after the other."""
+    """Returns the groups of a state, by number; several ranks' one after the other."""
     groups = []
     for key, value in state.items():
         if key == GROUPS:
@@ -152,14 +152,14 @@ def check_options(
     lost, new = (sorted(a.keys() - b.keys() - NAMES) for a, b in ((saved, group), (group, saved)))
     if lost and new:
         raise StateMismatch(
-            f"the state is that of another optimizer: it has the option '{lost[0]}', which this one does not know, and "
+            f"the state belongs to another optimizer: it has the option '{lost[0]}', which this one does not know, and "
             f"no '{new[0]}'"
         )
     for name in defaults.keys() & saved.keys() & group.keys() - NAMES:
         if expected := _expected_kind(saved[name], group[name]):
             raise StateMismatch(
                 f"{GROUPS}: '{name}' was saved as {saved[name]!r:.40}, expected {expected}: the snapshot was changed, "
-                "or is that of another optimizer"
+                "or belongs to another optimizer"
             )
 
 

@@ -104,7 +104,7 @@ def target_state_dict(
             `strict=False` loads matching values.
 
     Raises:
-        StateMismatch: The saved state is that of another model, or of another kind of optimizer, or the optimizer has
+        StateMismatch: The saved state belongs to another model, or to another kind of optimizer, or the optimizer has
             other parameters; all that differs on this rank is listed.
 
     Examples:
@@ -169,8 +169,8 @@ def load_sharded_state_dict(
         state: As `sharded_state_dict` returns it.
         model: The built model.
         optimizer: Its optimizer, or several; with None the optimizer state is left out.
-        copy: Whether the optimizer gets tensors of its own; False hands it those of `state`.
-        strict: False loads matching values, leaves the rest as it is, and warns with a list of mismatches.
+        copy: Whether the optimizer gets tensors of its own; False hands it the tensors of `state`.
+        strict: False loads matching values, leaves the rest unchanged, and warns with a list of mismatches.
 
     Raises:
         StateMismatch: Missing or unexpected keys, other shapes, dtypes or ranges, all of them listed; nothing has been

@@ -34,7 +34,7 @@ class Misfit:
 
 
 class StateMismatch(ScaleError, ValueError):
-    """A saved state is that of another model or optimizer; the message lists the differences.
+    """A saved state belongs to another model or optimizer; the message lists the differences.
 
     Attributes:
         differences: The differences by key, if known.
@@ -71,13 +71,13 @@ class StateDifferences:
         return "; ".join([*listed, *self.misfits.values()])
 
     def refusal(self) -> str:
-        """Why the state is refused, and what helps."""
+        """Why the state does not fit, and what helps."""
         if self.keys == self.misfits.keys():
             return str(self)
         way = "build model and optimizer as they were, or load what fits with strict=False"
         if self.keys == self.other_dtype.keys():
             way = "build the model in that dtype, or convert with cast=True"
-        return f"the state is that of another model or optimizer ({self}): {way}"
+        return f"the state belongs to another model or optimizer ({self}): {way}"
 
     @classmethod
     def of_ranks(cls, found: Iterable[StateDifferences]) -> StateDifferences:

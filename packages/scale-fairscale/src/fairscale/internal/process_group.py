@@ -18,7 +18,7 @@ class ProcessGroupName(enum.StrEnum):
 
 
 def unwrap_process_group(process_group: Any) -> Any:
-    """Returns the process group that an object with its methods holds; any other argument as it is.
+    """Returns the process group that an object with its methods holds; any other argument unchanged.
 
     FairScale called methods of the object it was given. Here collectives are torch's functions on the group itself, so
     that an object which counts calls sees none; there is a warning.

@@ -1,6 +1,6 @@
 """`LayerwiseGradientScaler`: a scale of its own for the gradients inside each layer.
 
-Hooks multiply the gradient of a layer's output by its scale, and divide those of its inputs by it. So the gradient
+Hooks multiply the gradient of a layer's output by its scale, and divide its inputs' gradients by it. So the gradient
 inside is `scale` times the true one, and `unscale` divides what its parameters got. Between layers, where residuals and
 parameters of other modules are, gradients have their true values; their dtype must be able to hold these.
 Where a layer's gradient overflows, that step is skipped and its scale shrinks.

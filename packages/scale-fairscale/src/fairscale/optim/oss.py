@@ -138,7 +138,7 @@ class OSS(scale_oss.OSS):
         """Updates this rank's part of the parameters, and gives all ranks all parts.
 
         As in FairScale, gradients of a `ShardedDataParallel` that no pass outside of `no_sync()` has reduced are
-        stepped on as they are: each part by those of the rank that updates it. It warns of that once.
+        stepped on unchanged: each part by the gradients of the rank that updates it. It warns of that once.
 
         Args:
             closure: As for `scale_oss.OSS`.
@@ -163,7 +163,7 @@ class OSS(scale_oss.OSS):
             warn_once(
                 "OSS.step()",
                 "these gradients were accumulated under no_sync() and not reduced, so that each part of the parameters "
-                "is updated by those of one rank alone; run the last backward() before the step outside of no_sync(), "
+                "is updated by one rank's alone; run the last backward() before the step outside of no_sync(), "
                 "or call model.reduce()",
             )
         for bucket in {id(bucket): bucket for bucket, _ in waiting}.values():

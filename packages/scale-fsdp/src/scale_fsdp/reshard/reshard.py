@@ -133,7 +133,7 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
         if request.strategy != first.strategy:
             raise ValueError(f"rank {rank} has reshard_after_forward={request.strategy!r}, others {first.strategy!r}")
         if spec.names != first_spec.names:
-            raise ValueError(f"the optimizers of rank {rank} have other parameters or groups than those of the others")
+            raise ValueError(f"the optimizers of rank {rank} have other parameters or groups than the others")
         if (spec.has_ema, spec.buffer_averages) != (first_spec.has_ema, first_spec.buffer_averages):
             raise ValueError(
                 f"rank {rank} and others differ in whether there is an average, or of which dtype: pass ema= on all "
@@ -141,7 +141,7 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
             )
         if request.has_values and spec != first_spec:
             raise ValueError(
-                f"rank {rank} has other gradients, optimizer state or averages than the others: step all ranks alike"
+                f"rank {rank} has other gradients, optimizer state or averages than the others: step all ranks"
             )
 
 

@@ -118,7 +118,7 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
 def pre_backward(unit: Unit, versions: Sequence[int], calls: ForwardCalls) -> None:
     """A gradient has arrived at the module's outputs: unshards it, and prefetches the unit before it.
 
-    `versions` are those of the shards when the module ran, `calls` those of the forward pass in which it ran.
+    `versions` are the shards' when the module ran, `calls` are from the forward pass in which it ran.
     """
     root = unit.root
     assert isinstance(root, Root)

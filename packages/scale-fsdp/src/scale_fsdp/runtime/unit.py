@@ -455,7 +455,7 @@ class UnitContext:
 
 
 def module_names(module: nn.Module) -> dict[int, str]:
-    """Returns the qualified name of every module in `module`, by its id; that of `module` itself is ""."""
+    """Returns the qualified name of every module in `module`, by its id; `module`'s own is ""."""
     return {id(child): path for path, child in module.named_modules()}
 
 

@@ -1,6 +1,6 @@
 """Full optimizer state by the names of parameters, gathered from all ranks, and sharded again.
 
-An optimizer on shards has state in their shapes. Gathered it is that of an optimizer of the plain model, under plain
+An optimizer on shards has state in their shapes. Gathered it is the plain model's optimizer's, under plain
 names. So it loads at another number of ranks, under another wrapping, with flat parameters or without, and into a plain
 optimizer; and vice versa. Wrappers around optimizers have `state_dict()` and `load_state_dict()` as well.
 
@@ -156,10 +156,10 @@ def shard_optim_state_dict(
         full: As `full_optim_state_dict` has returned it; it is not changed, nor does the result share memory with it.
         model: The optimizer's model, in any sharding, or plain.
         optimizer: The optimizer that will load it: its parameters are found by name. None: they are in the order in
-            which they were saved (that of `model.parameters()`, where those are flat).
+            which they were saved (`model.parameters()`'s, where those are flat).
 
     Raises:
-        ValueError: The state is not by name, or that of another model or of other groups; or a tensor has another
+        ValueError: The state is not by name, or belongs to another model or other groups; or a tensor has another
             shape.
         TypeError: It is None, as on ranks that did not receive it.
 
@@ -200,7 +200,7 @@ def shard_optim_state_dict(
 
 
 def _whole_slots(slots: Mapping[str, Any], piece: ParamLocation, limit_seconds: float | None) -> dict[str, Any]:
-    """The state of a parameter from that of the pieces that the ranks along another axis have; on the host."""
+    """The state of a parameter from the pieces' that the ranks along another axis have; on the host."""
 
     def whole(value: Tensor) -> Tensor:
         if tuple(value.shape) == piece.entry.shape:

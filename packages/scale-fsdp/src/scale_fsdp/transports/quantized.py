@@ -1,4 +1,4 @@
-"""Parameters and gradients in messages of 8 or 4 bits, between all ranks alike."""
+"""Parameters and gradients in messages of 8 or 4 bits, between all ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WireFormats:
 
 
 class QuantizedTransport(PlainTransport):
-    """Quantizes those of the messages that have a format; a group of one rank sends nothing, and rounds nothing."""
+    """Quantizes the messages that have a format; a group of one rank sends nothing, and rounds nothing."""
 
     def __init__(self, groups: ShardGroups, formats: WireFormats) -> None:
         super().__init__(groups)

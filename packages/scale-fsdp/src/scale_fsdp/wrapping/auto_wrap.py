@@ -12,7 +12,7 @@ r"""Auto wrap: from a policy to units.
     >>> plan_units(model, size_policy(min_num_params=40))
     ['2']
 
-`enable_wrap`, `wrap` and `auto_wrap` are those of FSDP1 and FairScale, but for this: the context is a context variable,
+`enable_wrap`, `wrap` and `auto_wrap` are as in FSDP1 and FairScale, but for this: the context is a context variable,
 one for each thread and task; an inner context replaces the outer one until it ends; shared modules and parameters count
 once.
 """
@@ -189,15 +189,15 @@ def auto_wrap(
 ) -> nn.Module:
     """Wraps the modules below and including `module` that a policy selects, children first.
 
-    Outside of `enable_wrap` it returns the module as it is, like `wrap`. The root is wrapped only where the policy
+    Outside of `enable_wrap` it returns the module unchanged, like `wrap`. The root is wrapped only where the policy
     selects it, so that `FullyShardedDataParallel(auto_wrap(model))` holds the rest in an outer unit.
 
     Args:
         module: Changed in place below the root.
-        auto_wrap_policy: By default that of `enable_wrap`, else `size_policy(1e8)`, as in FSDP1.
+        auto_wrap_policy: By default `enable_wrap`'s, else `size_policy(1e8)`, as in FSDP1.
         min_num_params: Short for `size_policy(min_num_params)`.
         progress: Called after each module that was wrapped, as in `fully_shard_modules`.
-        kwargs: Arguments for every wrapper, which override those of the context and of `wrapper_config`.
+        kwargs: Arguments for every wrapper, which override the context's and `wrapper_config`'s.
 
     Returns:
         The module, or the wrapper around it.
@@ -267,7 +267,7 @@ def fully_shard_modules(
     Args:
         module: The model; its classes' names, its qualified names and its methods stay.
         policy: Which modules become units of their own.
-        progress: Called after each unit with the number of units done, that of all, and the unit's name, "" for
+        progress: Called after each unit with the number of units done, of all units, and the unit's name, "" for
             `module` itself.
         kwargs: Arguments of `fully_shard` for every unit, also `options`; a module's `wrapper_config` overrides them.
             The `output_dtype` of an `mp_policy` applies to `module` only, because its blocks hand tensors to its other
@@ -345,7 +345,7 @@ def _wrapper_config(module: nn.Module) -> Mapping[str, Any]:
     config = getattr(module, "wrapper_config", {})
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"wrapper_config holds arguments by name, but that of a {type(module).__name__} is {config!r}; "
+            f"wrapper_config holds arguments by name, but a {type(module).__name__}'s is {config!r}; "
             "write module.wrapper_config = {}"
         )
     return config

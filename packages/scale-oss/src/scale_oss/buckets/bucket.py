@@ -364,7 +364,7 @@ def _with_own_storage(view: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    """The address of a tensor; of a fake tensor, that of its storage."""
+    """The address of a tensor; of a fake tensor, its storage's."""
     storage = tensor.untyped_storage()
     return storage._cdata if storage.device.type == "meta" else tensor.data_ptr()
 

@@ -134,7 +134,7 @@ class FullParamBucket:
         return sorted(indices, key=lambda index: (self.placements[index].owner, index))
 
     def _owned(self, indices: Sequence[int]) -> list[int]:
-        """Those of them that this rank owns."""
+        """The parameters that this rank owns."""
         return [index for index in indices if self.placements[index].owner == self.group.rank]
 
     def _sizes_by_owner(self, indices: Sequence[int]) -> list[int]:

@@ -97,7 +97,7 @@ def sharding_group(shard: Shard, within: Group | None) -> Group:
     if within is not None and not set(groups[0].ranks) <= set(within.ranks):
         raise ValueError(
             f"OSS: '{shard.name}' is divided between ranks {list(groups[0].ranks)}, but its group is of ranks "
-            f"{list(within.ranks)}. Leave group out, or pass that of the model"
+            f"{list(within.ranks)}. Leave group out, or pass the model's"
         )
     return groups[0]
 
@@ -141,7 +141,7 @@ def check_gatherable(param: nn.Parameter, name: str) -> None:
     """Checks that the state of a parameter can be numbered as in the plain optimizer."""
     if flat_buffer_of(param) is not None:
         raise ValueError(
-            f"OSS: the state of '{name}' is that of one flat parameter, which the plain model doesn't have. Gather it "
+            f"OSS: the state of '{name}' belongs to one flat parameter, which the plain model doesn't have. Gather it "
             "by the names of parameters, scale_fsdp.full_optim_state_dict(model, optimizer.optim), or save it by "
             "scale_core.state.sharded_state_dict(model, optimizer)"
         )

@@ -101,7 +101,7 @@ def raise_on_all_ranks(
     limit_seconds: float | None,
     note: str = "",
 ) -> NoReturn:
-    """Raises on all ranks the same StageError: that of the earliest stage that failed.
+    """Raises on all ranks the same StageError: the earliest stage's, that failed.
 
     `cause` was raised on this rank, and `note` tells changes that can't be undone.
     """

@@ -41,7 +41,7 @@ def module_fqns(stage: nn.Module) -> dict[str, str]:
 
 
 def original_fqn(fqns: Mapping[str, str], name: str) -> str:
-    """Returns the FQN of a tensor by its name in a stage; `fqns` are those of `module_fqns`."""
+    """Returns the FQN of a tensor by its name in a stage; `fqns` are from `module_fqns`."""
     path, _, last = name.rpartition(".")
     return f"{fqns.get(path, path)}.{last}".lstrip(".")
 
@@ -294,7 +294,7 @@ class StageModuleView(nn.Module):
             differences = [f"missing: {', '.join(missing)}"] * bool(missing)
             differences += [f"in no stage: {', '.join(unexpected)}"] * bool(unexpected)
             raise RuntimeError(
-                f"the state dict is not that of this model ({'; '.join(differences)}). It has the names of the "
+                f"the state dict does not belong to this model ({'; '.join(differences)}). It has the names of the "
                 "original model, as model.state_dict() or pipe.state_dict(full=True) give it"
             )
         for index, part in parts.items():
@@ -315,7 +315,7 @@ class StageModuleView(nn.Module):
 
 def _refuse(name: str) -> NoReturn:
     raise TypeError(
-        f"a pipeline has stages, and no step would run what is beside them: {name!r} belongs into the model before "
+        f"a pipeline has stages, and no step would run other modules: {name!r} belongs into the model before "
         "it is split. To wrap a stage write pipe.stages[index] = wrapper(pipe.stages[index]); a loss function is given "
         "to pipe.step(..., loss_fn=loss_fn)"
     )

@@ -31,7 +31,7 @@ StageLoss: TypeAlias = Callable[[Any, int, ChunkSize], Any]
 """From the last stage's output, the number of the micro-batch and its size to its loss, a scalar."""
 
 OUTPUT = ""
-"""The name of what a stage returns to the next; other names are those of skips."""
+"""The name of what a stage returns to the next; other names are of skips."""
 
 
 class _InputAlias(torch.autograd.Function):
@@ -175,9 +175,9 @@ class Stage:
         inputs_only: bool,
         reduces: bool,
     ) -> dict[str, list[Tensor | None]]:
-        """Computes the gradients of the inputs, and those of the parameters unless `weight_gradients` does later.
+        """Computes the gradients of the inputs, and of the parameters unless `weight_gradients` does later.
 
-        `loss_grad` is given on the last stage, `arrived` are the gradients of other outputs. Returns those of inputs.
+        `loss_grad` is given on the last stage, `arrived` are the gradients of other outputs. Returns the inputs'.
         """
         graph = self._graphs.pop(micro_batch)
         gradients: list[Tensor | None] = []

@@ -183,7 +183,7 @@ class TimedPass(NamedTuple):
 
 
 class StepLoop:
-    """The passes of a rank: `kind` is that of the present one, `last` the latest one that went well."""
+    """The passes of a rank: `kind` is the present one's, `last` the latest one that went well."""
 
     def __init__(self, contract: Contract) -> None:
         self.last: TimedPass | None = None

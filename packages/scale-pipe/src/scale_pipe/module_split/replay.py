@@ -108,7 +108,7 @@ class Replay:
         return output
 
     def intercepts(self, name: str) -> bool:
-        """Whether calls of a module pass here: all but those of split modules in which nothing begins or ends."""
+        """Whether calls of a module pass here: all but calls of split modules in which nothing begins or ends."""
         return name not in self._plan.split_modules or name in (self._begin, self._end)
 
     def call(

@@ -112,7 +112,7 @@ class RemoteForward:
 class StageModules(dict[str, nn.Module | None]):
     """The `_modules` of a split module. While its stage runs, it returns modules whose calls pass the replay.
 
-    `prefix` is that of their names in the model: "" or "transformer.h.".
+    `prefix` is the prefix of their names in the model: "" or "transformer.h.".
     """
 
     def __init__(self, prefix: str) -> None:

@@ -99,7 +99,7 @@ class Pipe(nn.Module):
         ['0.weight', '0.bias', '2.weight', '2.bias']
 
     A mini-batch is cut into micro-batches, which go through the partitions one after the other, in GPipe's order.
-    Outputs and gradients are those of the layers called with each micro-batch. Parameters keep the names of the
+    Outputs and gradients equal the layers' called with each micro-batch. Parameters keep the names of the
     sequence, whatever the balance; `partitions` holds the same layers, and is in no name.
 
     Args:
@@ -184,7 +184,7 @@ class Pipe(nn.Module):
             TypeError: There is no tensor to cut.
             ValueError: Tensors cannot be cut in the same proportions; outputs cannot be merged.
             RuntimeError: A layer was replaced after the pipeline was made.
-            Exception: That of a layer, with its own traceback and a note on where it was raised. The next mini-batch is
+            Exception: A layer's, with its own traceback and a note on where it was raised. The next mini-batch is
                 not affected.
         """
         if (self.chunks, self.checkpoint) != self._checked:  # Both may be set.

@@ -225,7 +225,7 @@ def _neighbors(balance: Sequence[int]) -> list[list[int]]:
 
 
 def _costs(times: Sequence[StageTimes], balance: Sequence[int], link: float) -> Costs:
-    """Returns the costs of stages, which are sums of those of their layers."""
+    """Returns the costs of stages, which are sums over their layers."""
     sums, start = [], 0
     for number in balance:
         sums.append([sum(column) for column in zip(*times[start : start + number], strict=True)])

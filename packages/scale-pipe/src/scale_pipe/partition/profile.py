@@ -77,7 +77,7 @@ def profile_stages(
 
     Raises:
         TypeError: The stages are one module, and no list.
-        ValueError: There is no stage, or the number of links is not one less than that of stages.
+        ValueError: There is no stage, or the number of links is not one less than the number of stages.
         Exception: An error of a stage, with a note on which one.
 
     See also: [the guide to pipelines](../guides/pipe.md).

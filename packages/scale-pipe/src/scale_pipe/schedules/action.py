@@ -1,6 +1,6 @@
 """Actions: the work of a rank on a stage and a micro-batch. A schedule is lists of these and nothing else.
 
-The validator, the simulator, the pictures and the runtime read the same lists: a schedule runs as it is proved and
+The validator, the simulator, the pictures and the runtime read the same lists: a schedule runs as proved and
 drawn.
 """
 
@@ -33,7 +33,7 @@ class Kind(StrEnum):
         >>> [kind.value for kind in Kind]
         ['F', 'I', 'W', 'B', 'SA', 'RA', 'SG', 'RG', 'S']
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     FORWARD = "F"
@@ -59,7 +59,7 @@ _MATCHING = {
     Kind.SEND_GRADIENT: (Kind.RECEIVE_GRADIENT, -1),
     Kind.RECEIVE_GRADIENT: (Kind.SEND_GRADIENT, 1),
 }
-"""By kind of a transfer, that of the other rank's entry, and its stage minus this one."""
+"""By kind of a transfer, the kind of the other rank's entry, and its stage minus this one."""
 
 
 class Action(NamedTuple):
@@ -75,7 +75,7 @@ class Action(NamedTuple):
         >>> str(Action(Kind.FORWARD, 2, 5))
         'F2.5'
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     kind: Kind
@@ -117,7 +117,7 @@ class TimedAction(NamedTuple):
         start: When it starts, in the unit of the costs; seconds where it was measured.
         end: When it is over.
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     rank: int

@@ -37,7 +37,7 @@ def gpipe(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> S
         >>> round(simulate(gpipe(4, 8)).bubble, 2)  # (P - 1) / (M + P - 1)
         0.27
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     orders = []
@@ -56,7 +56,7 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
         rank 0: F0.0 F0.1           B0.0 F0.2      B0.1      B0.2
         rank 1:      F1.0 B1.0 F1.1 B1.1      F1.2 B1.2
 
-    Rank r holds P - r micro-batches; the bubble is that of GPipe.
+    Rank r holds P - r micro-batches; the bubble is GPipe's.
 
     Raises:
         ValueError: A number is not positive.
@@ -67,7 +67,7 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
         >>> round(simulate(one_forward_one_backward(4, 8)).bubble, 2)  # as GPipe, with P live micro-batches
         0.27
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches)
     batches = range(num_micro_batches)
@@ -94,7 +94,7 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: in
         >>> round(simulate(interleaved_1f1b(4, 8, stages_per_rank=2)).bubble, 2)
         0.16
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     num_ranks = placement.num_ranks
@@ -124,7 +124,7 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank
         >>> round(simulate(looped_breadth_first(4, 8, stages_per_rank=2)).bubble, 2)
         0.16
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     placement, num_micro_batches = _looped(num_ranks, num_micro_batches, stages_per_rank)
     batches = range(num_micro_batches)

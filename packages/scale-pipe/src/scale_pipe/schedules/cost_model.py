@@ -34,7 +34,7 @@ class Costs:
         >>> simulate(gpipe(2, 4), costs).makespan
         28.0
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     forward: tuple[float, ...]

@@ -54,7 +54,7 @@ def build_schedule(name: str, placement: StagePlacement, num_micro_batches: int,
         >>> print(*schedule.actions[0])
         F0.0 SA0.0 RG0.0 B0.0 S0
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     if len(orders) != placement.num_ranks:
         raise ValueError(f"expected an order for each of {placement.num_ranks} ranks, but got {len(orders)}")

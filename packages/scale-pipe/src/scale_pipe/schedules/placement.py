@@ -36,7 +36,7 @@ class StagePlacement:
         >>> StagePlacement((0, 1, 1, 0)).rank_of  # a V of four stages on two ranks
         (0, 1, 1, 0)
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     rank_of: tuple[int, ...]

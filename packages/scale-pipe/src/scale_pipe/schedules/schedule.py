@@ -31,7 +31,7 @@ class Schedule:
 
     Raises:
         TypeError: num_micro_batches is not an integer.
-        ValueError: num_micro_batches is less than 1, or the number of lists is not that of the ranks.
+        ValueError: num_micro_batches is less than 1, or the number of lists is not the number of ranks.
 
     Examples:
         >>> from scale_pipe.schedules.classic import one_forward_one_backward
@@ -39,7 +39,7 @@ class Schedule:
         >>> [str(action) for action in schedule.actions[0] if action.kind.value in "FB"]
         ['F0.0', 'F0.1', 'B0.0', 'B0.1']
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     name: str

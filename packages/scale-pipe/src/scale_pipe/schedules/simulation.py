@@ -35,7 +35,7 @@ class ScheduleSimulation:
         >>> simulation.makespan, round(simulation.bubble, 2)
         (15.0, 0.2)
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     schedule: Schedule
@@ -60,7 +60,7 @@ class ScheduleSimulation:
     def bubble(self) -> float:
         """The share of the makespan in which the busiest rank is idle: 1 - work / makespan.
 
-        With equal stages it is that of every rank. Other ranks are idle for longer where they have less work, which is
+        With equal stages it is every rank's. Other ranks are idle for longer where they have less work, which is
         a matter of the balance and not of the schedule; see `idle`.
         """
         return 1 - max(self.busy) / self.makespan if self.makespan else 0.0
@@ -123,7 +123,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> ScheduleSimulati
         >>> round(simulation.bubble, 2)
         0.2
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     validate(schedule, transport="posted")
     costs = costs or Costs.uniform(schedule.num_stages)

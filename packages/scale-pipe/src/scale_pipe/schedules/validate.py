@@ -75,7 +75,7 @@ def validate(
         ...     print(type(error).__name__)
         MemoryCapError
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     if transport not in get_args(Transport):
         raise ValueError(f"expected transport to be one of {', '.join(get_args(Transport))}, but got {transport!r}")
@@ -98,7 +98,7 @@ def caps_by_rank(memory_cap: float | Sequence[float] | None, num_ranks: int) -> 
         raise ValueError(f"expected a memory_cap for each of {num_ranks} ranks, or one number, but got {len(caps)}")
     for rank, cap in enumerate(caps):
         if not cap > 0:
-            raise ValueError(f"a memory_cap is positive, but that of rank {rank} is {cap}")
+            raise ValueError(f"a memory_cap is positive, but rank {rank}'s is {cap}")
     return caps
 
 

@@ -29,7 +29,7 @@ def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, widt
     """Returns an SVG: a row for each rank, a box for each computation, and time from left to right.
 
     Several simulations, for example planned and measured, are drawn one below the other on one scale of time. A box
-    has the number of its micro-batch; the paler it is, the earlier its stage is among those of its rank.
+    has the number of its micro-batch; the paler it is, the earlier its stage is among its rank's.
 
     Args:
         simulations: One or more.
@@ -47,7 +47,7 @@ def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, widt
         >>> svg[:4]
         '<svg'
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     shown = [simulations] if isinstance(simulations, ScheduleSimulation) else list(simulations)
     if not shown:
@@ -86,7 +86,7 @@ def save_drawing(
         >>> from scale_pipe.schedules.visualize import save_drawing
         >>> save_drawing(simulate(gpipe(2, 4)), f"{tempfile.mkdtemp()}/gpipe.svg")
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     Path(path).write_text(draw(simulations, width=width), encoding="utf-8")
 
@@ -147,7 +147,7 @@ def chrome_trace(simulation: ScheduleSimulation) -> dict[str, Any]:
         >>> sorted({event["ph"] for event in trace["traceEvents"]})
         ['C', 'M', 'X']
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     events: list[dict[str, Any]] = []
     for rank in range(simulation.schedule.num_ranks):
@@ -185,6 +185,6 @@ def save_chrome_trace(simulation: ScheduleSimulation, path: str | PathLike[str])
         >>> from scale_pipe.schedules.visualize import save_chrome_trace
         >>> save_chrome_trace(simulate(gpipe(2, 4)), f"{tempfile.mkdtemp()}/trace.json")  # for ui.perfetto.dev
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     Path(path).write_text(json.dumps(chrome_trace(simulation)) + "\n", encoding="utf-8")

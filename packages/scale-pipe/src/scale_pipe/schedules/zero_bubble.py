@@ -58,7 +58,7 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
         >>> round(simulate(zb_h1(4, 8)).bubble, 2)
         0.11
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     orders = []
@@ -86,7 +86,7 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
         >>> round(simulate(zb_v(4, 8)).bubble, 2)
         0.06
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _best_list_schedule("ZB-V", num_ranks, num_micro_batches, 2 * num_ranks)
@@ -104,7 +104,7 @@ def v_half(num_ranks: int, num_micro_batches: int) -> Schedule:
         >>> simulate(v_half(4, 8)).schedule.placement.rank_of
         (0, 1, 2, 3, 3, 2, 1, 0)
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _best_list_schedule("V-Half", num_ranks, num_micro_batches, 2 * ((num_ranks + 2) // 2))
@@ -122,7 +122,7 @@ def v_min(num_ranks: int, num_micro_batches: int) -> Schedule:
         >>> round(simulate(v_min(4, 8)).bubble, 2)
         0.29
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return _best_list_schedule("V-Min", num_ranks, num_micro_batches, 2 * ((num_ranks + 4) // 3))
@@ -200,7 +200,7 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
         >>> round(simulate(dual_pipe_v(2, 8)).bubble, 2)
         0.02
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     full = max(num_micro_batches, 2 * num_ranks)

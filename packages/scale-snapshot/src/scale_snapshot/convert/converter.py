@@ -74,7 +74,7 @@ def convert_checkpoint(
         destination: A path that does not exist yet. A snapshot is written into it as `step-<step>`; safetensors into
             one file, if it ends in .safetensors, or else into a folder.
         to: "snapshot", "safetensors" or "dcp".
-        step: The training step of the snapshot; by default that of the source, or 0.
+        step: The training step of the snapshot; by default the source's, or 0.
         names: Changes of names, and names to leave out.
         model_only: Write the model alone, under the names of its plain state_dict(); for safetensors and DCP.
         max_shard_bytes: The size of a safetensors file above which there are several.

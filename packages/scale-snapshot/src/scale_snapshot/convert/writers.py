@@ -27,7 +27,7 @@ from scale_snapshot.pretrained.folder import INDEX, FolderLayout
 from scale_snapshot.snapshot import save_snapshot
 
 MAX_SHARD_BYTES = 5 << 30
-"""The size of a safetensors file above which there are several; that of Hugging Face's save_pretrained."""
+"""The size of a safetensors file above which there are several; Hugging Face's save_pretrained has the same."""
 
 
 def write_snapshot(state: StoredState, destination: Path) -> Path:

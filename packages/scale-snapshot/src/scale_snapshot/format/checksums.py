@@ -1,6 +1,6 @@
 """Checksums of files, block by block, so that whoever reads a part verifies little more than that part.
 
-The hash is XXH3 with 128 bits: it finds damage of any kind at the speed of memory, and is no defence against somebody
+The hash is XXH3 with 128 bits: it finds damage of any kind at the speed of memory, and does not stop somebody
 who forges a file and its checksum.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import xxhash
 
 BLOCK_BYTES = 4 << 20
-"""Of the files that are written; a manifest tells that of its own."""
+"""Of the files that are written; a manifest tells its own."""
 
 
 def checksum(*parts: bytes | memoryview) -> str:

@@ -84,7 +84,7 @@ def load_pretrained(
     Raises:
         ForeignCheckpointError: On every rank: it is a checkpoint of another format, for example `pytorch_model.bin`;
             the error says how it is converted.
-        SnapshotError: On every rank: the folder is that of another model (`StateMismatch` is the cause; it lists the
+        SnapshotError: On every rank: the folder belongs to another model (`StateMismatch` is the cause; it lists the
             tensors that is missing, unexpected or of another shape or dtype, with near names), it is damaged, a
             conversion is not known, or a buffer on meta has got no values.
 

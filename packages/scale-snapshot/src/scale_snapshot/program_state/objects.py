@@ -96,7 +96,7 @@ class Objects:
     """The objects that are saved or loaded together, by their names.
 
     Raises:
-        ValueError: A name that can't be one, or an optimizer whose parameters are those of no module, or of several.
+        ValueError: A name that can't be one, or an optimizer whose parameters belong to no module, or to several.
         TypeError: An object that is none of those that can be saved.
     """
 
@@ -227,7 +227,7 @@ class Objects:
         return {**self.given, **values, **loaded}
 
     def _extra_states_here(self) -> dict[str, StatefulPart]:
-        """Those of the modules that are loaded."""
+        """The extra states of the modules that are loaded."""
         extra_keys = tuple(f"{name}@" for name in self.models)
         return {name: part for name, part in self.extra_states.items() if name.startswith(extra_keys)}
 
@@ -404,7 +404,7 @@ def _check_names(names: Sequence[str], values: Mapping[str, Any]) -> None:
 
 
 def _is_one_state(optimizer: Optimizer) -> bool:
-    """Whether its state is not that of one parameter each: LBFGS's history; per-rank state of LocalSGD's inner one."""
+    """Whether its state is not by parameter: LBFGS's history; per-rank state of LocalSGD's inner one."""
     return isinstance(optimizer, torch.optim.LBFGS) or getattr(optimizer, "is_per_rank", False) is True
 
 
@@ -431,7 +431,7 @@ def _home_of(name: str, optimizers: Sequence[Optimizer], models: Mapping[str, _M
     lost = next(param for param in params if not any(param in owned for owned in owners.values()))
     raise ValueError(
         f"the optimizer '{name}' steps on a parameter of shape {tuple(lost.shape)} that is in none of the modules "
-        f"({', '.join(models) or 'none was given'}): pass its module beside it, as "
+        f"({', '.join(models) or 'none was given'}): pass its module as well, as "
         f'{{"model": model, "{name}": {name}}}, and build the optimizer after the model is sharded'
     )
 
@@ -454,7 +454,7 @@ def _summary(about: Mapping[str, Any] | None) -> str:
         return "not given"
     if about["kind"] == KIND:
         return KIND
-    mark = {"per rank": ", one of each rank", "rank 0": ", that of rank 0"}
+    mark = {"per rank": ", one of each rank", "rank 0": ", rank 0's"}
     return _A[_kind(about)] + mark.get(about.get("mode", ""), "")
 
 

@@ -329,7 +329,7 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
 
 
 def _with_messages(estimate: Estimate, exchanged: int, reduced: int) -> Estimate:
-    """Returns a stage's estimate with the bytes that it exchanges with its neighbors, and those of its average."""
+    """Returns a stage's estimate with the bytes that it exchanges with its neighbors, and for its average."""
     assert estimate.work is not None
     work = estimate.work._replace(
         overlapped_bytes=estimate.work.overlapped_bytes + exchanged,

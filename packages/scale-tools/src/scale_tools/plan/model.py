@@ -169,7 +169,7 @@ def _from_factory(name: str) -> PlannedModel:
 
 
 def _listed_blocks(model: nn.Module) -> Policy:
-    """The classes that a model names as its blocks, or those of its longest list of modules."""
+    """The classes that a model names as its blocks, or the classes in its longest list of modules."""
     if getattr(model, "_no_split_modules", None):
         return no_split_policy(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]

@@ -14,8 +14,8 @@
     optimizer     bytes that AdamW reads and writes, 28 for each fp32 parameter that it updates, at the bandwidth of the
                   memory where its state is
 
-It knows no stragglers, no latency of small messages and no slower start of a link: it ranks ways of training, and is no
-promise. All rates are what is reached, not what a data sheet says.
+It knows no stragglers, no latency of small messages and no slower start of a link: it ranks ways of training, and
+promises nothing. All rates are what is reached, not what a data sheet says.
 """
 
 from __future__ import annotations

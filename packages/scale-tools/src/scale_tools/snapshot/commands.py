@@ -1,7 +1,7 @@
 """The commands of `scale-train snapshot`.
 
-Exit codes: 0 done, or all is well; 1 a snapshot is damaged, or two checkpoints differ; 2 wrong input, among it what is
-no snapshot, is of a newer version, or can't be converted.
+Exit codes: 0 done, or all is well; 1 a snapshot is damaged, or two checkpoints differ; 2 wrong input, for example
+a folder that is not a snapshot, is of a newer version, or can't be converted.
 """
 
 from __future__ import annotations

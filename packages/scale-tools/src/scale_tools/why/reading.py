@@ -44,7 +44,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _last_attempts(files: Iterable[Path]) -> Iterator[Path]:
-    """Without those of torchrun's attempts that were restarted."""
+    """Without torchrun's attempts that were restarted."""
     listed = list(files)
     attempts = {file: _attempt(file) for file in listed}
     last: dict[str, int] = {}

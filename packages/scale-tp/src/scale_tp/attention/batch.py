@@ -62,7 +62,7 @@ def get_batch_on_this_cp_rank(
     """Returns this rank's part of a batch for a model of transformers, to be called as `model(**part)`.
 
     All ranks of the group have the same batch, of full sequences. Besides the parts of its tensors the result has
-    `position_ids`; and where there are `labels`, those of a causal model shifted before they were cut, as
+    `position_ids`; and where there are `labels`, a causal model's shifted before they were cut, as
     `shift_labels`, and `num_items_in_batch`, so that the mean of `model(**part).loss` over the ranks of
     `loss_process_group` is the loss of all their tokens. With a causal model `attention_mask` has ones alone,
     which keeps transformers from taking the part for packed sequences, since its positions are no single run; but where

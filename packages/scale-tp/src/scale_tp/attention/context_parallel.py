@@ -56,7 +56,7 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
             (`ulysses_attention`), which allows dropout.
 
     Raises:
-        ValueError: In an attention whose result would not be that of one process: a mask that says more than which keys
+        ValueError: In an attention whose result would not equal one process: a mask that says more than which keys
             are padding, dropout with "ring", keys of another length than the queries (cross attention, a cache), parts
             that are the same on all ranks. After the forward of a model of transformers without `position_ids`, or with
             sliding windows. At the end of the block, where no attention was computed. In a backward pass behind the
@@ -184,7 +184,7 @@ class _Block:
                 "before the block, in which it runs uncompiled"
             )
         if mask is not None and (is_causal or mask.requires_grad):
-            got = "is_causal=True beside it" if is_causal else "one that requires a gradient"
+            got = "is_causal=True as well" if is_causal else "one that requires a gradient"
             raise ValueError(f"{prefix}an attn_mask that marks padding alone, got {got}: leave one of them out")
         if dropout and self.attention == "ring":
             raise ValueError(

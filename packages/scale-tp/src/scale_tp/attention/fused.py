@@ -1,8 +1,8 @@
 """Blocks of ring attention by torch's flash kernels, which make no matrix of scores.
 
-A kernel gives the log of the sum of exponentials with the output, so its blocks merge as those of `blockwise`. Its
+A kernel gives the log of the sum of exponentials with the output, so its blocks merge as in `blockwise`. Its
 backward takes the merged output and the merged log in place of its own: then the weights that it computes again are
-those of the softmax over all keys. (FlashAttention-2, arXiv 2307.08691; ring attention, arXiv 2310.01889.)
+the softmax's over all keys. (FlashAttention-2, arXiv 2307.08691; ring attention, arXiv 2310.01889.)
 
 Each block is rounded to the dtype of the query once, before blocks are merged in fp32.
 """

@@ -77,7 +77,7 @@ def gather_padding(mask: Tensor, batch: int, num_queries: int, ranks: Group) -> 
         wrong = [str(rank) for rank, row in enumerate(replies) if not any(row)]
         problem = (
             f"{_WHAT}an attn_mask that marks padding alone, the same keys for all queries or with causal=True for all "
-            f"later ones, got {list(mask.shape)} {mask.dtype}, and that of rank {' and '.join(wrong) or 'each'} "
+            f"later ones, got {list(mask.shape)} {mask.dtype}, and the mask of rank {' and '.join(wrong) or 'each'} "
         )
         raise ValueError(f"{problem}{'says more' if wrong else 'can be either'}: {_INSTEAD}")
     full_mask = join_sequence(real.expand(batch, -1).to(torch.uint8), ranks, dim=1)

@@ -164,7 +164,7 @@ class _HeadExchange:
     def _all_to_all(
         self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]], tag: int
     ) -> list[list[Tensor]]:
-        """Sends each rank its tensors, and returns those of these shapes that each rank has sent."""
+        """Sends each rank its tensors, and returns the tensors of these shapes that each rank has sent."""
         numbers = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         output_sizes = [sum(of_rank) for of_rank in numbers]
         input_sizes = [sum(part.numel() for part in of_rank) for of_rank in sent]
@@ -176,7 +176,7 @@ class _HeadExchange:
 
 
 def _sum_of_heads(parts: Sequence[Tensor], split: Split) -> Tensor:
-    """Returns all heads from those of each rank; copies are added in rank order, in fp32 at least."""
+    """Returns all heads from each rank's; copies are added in rank order, in fp32 at least."""
     if split.is_in_rank_order:
         return torch.cat(list(parts), 1)
     batch, _, length, size = parts[0].shape

@@ -89,7 +89,7 @@ class OptimizerStepCheck(ForEachShardHook):
         return self._contract.recorded_steps
 
     def params(self) -> Iterable[nn.Parameter]:
-        """Those of all parts that have run."""
+        """The parameters of all parts that have run."""
         return (param for model in self._num_forwards for param in model.parameters())
 
     def __call__(self, model: nn.Module, args: Any) -> None:

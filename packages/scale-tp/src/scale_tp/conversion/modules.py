@@ -157,7 +157,7 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 def output_dim(module: nn.Module) -> int:
-    """The dimension of the outputs in a linear layer's weight; the other one is that of the inputs."""
+    """The dimension of the outputs in a linear layer's weight; the other one is for the inputs."""
     return 1 if is_transposed(module) else 0
 
 

@@ -71,21 +71,21 @@ def parallelize(
     Args:
         model: The model.
         plan: Names of modules, or patterns of names, to styles (`scale_tp.conversion.styles.STYLES`). None is the
-            plan that a model of transformers carries; and a style by itself is that of `model`, which is one layer
+            plan that a model of transformers carries; and a style by itself is for `model`, which is one layer
             then.
         process_group: The ranks; None is the model axis of `initialize_model_parallel`.
         sequence_parallel: Between the divided layers, each rank has a part of the sequence in place of all of it.
         overlap_pieces: The number of pieces of a message, so that it overlaps with the matrix products, as in
             `ColumnParallelLinear` and `RowParallelLinear`; the numbers are the same. None does not overlap.
         attention_rules: Rules for attention modules in addition to `ATTENTION_RULES`; the first that fits counts.
-        sync_module_states: Send the values of the group's first rank to all before, so that the parts are those of one
+        sync_module_states: Send the values of the group's first rank to all before, so that the parts belong to one
             model. Without it, all ranks have to have the same values, as from one seed or one checkpoint.
         check_inputs: Compare in each forward, by their bits, the values that must be the same on all ranks: the
-            model's inputs, and those of its divided layers that take them in full. A difference is a `DivergenceError`
+            model's inputs, and its divided layers' that take them in full. A difference is a `DivergenceError`
             with the module, the first place, and each rank's value there. For one run, not for all: it reads all of
             them once more, and waits for the ranks at each of these layers.
         check_replicas_every: After how many forwards with gradients to compare the replicated parameters,
-            such as those of norms, beginning with the first; 0 is never. None is the value of
+            such as norms', beginning with the first; 0 is never. None is the value of
             `SCALE_CHECK_REPLICAS_EVERY` says, or 100 on the CPU and with `torch.use_deterministic_algorithms`;
             elsewhere replicas drift by rounding, and are not compared. A difference is a `DivergenceError`.
 
@@ -150,7 +150,7 @@ def parallelize(
 
 
 def _model_plan(model: nn.Module) -> Plan:
-    """The plan that a model of transformers carries, with that of the models in it."""
+    """The plan that a model of transformers carries, with the plans of the models in it."""
     plan = getattr(model, "_tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Parallel styles and plans: how each module of a model is divided, by names or patterns of names.
 
-The styles are those of transformers, whose models carry such plans (`_tp_plan`).
+The styles are from transformers, whose models carry such plans (`_tp_plan`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Style:
     """How one module is divided between ranks.
 
     Attributes:
-        divides: Which dimension of the weight is divided: that of the outputs or of the inputs of a linear layer, the
+        divides: Which dimension of the weight is divided: for the outputs or the inputs of a linear layer, the
             words or the width of an embedding; "sequence" divides no weight, but the module's activations; and
             "nothing".
         input: The input: all of it, the same on all ranks, or a rank's shard, as a layer before gives it.
@@ -86,7 +86,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "all_reduce": Style("nothing", input="part"),
     }
 )
-"""The styles by the names that transformers gives them, those of older releases included; and "interleaved_colwise"."""
+"""The styles by the names that transformers gives them, older releases' included; and "interleaved_colwise"."""
 
 UNSUPPORTED_STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -99,7 +99,7 @@ UNSUPPORTED_STYLES: Mapping[str, str] = MappingProxyType(
         "mla_kv_a_proj": "it needs to know which part of an output other layers divide again",
     }
 )
-"""Styles of transformers that are refused, and why."""
+"""Styles of transformers that raise, and why."""
 
 _UNSUPPORTED_WITH_SIBLINGS = ("mla_kv_a_proj",)  # Siblings divide its output.
 
@@ -173,7 +173,7 @@ def check_model_plan(model: str, plan: Plan, names: Iterable[str]) -> None:
         f"the plan that {model} carries asks for {value!r} of {key!r}, which is not supported "
         f"({UNSUPPORTED_STYLES[str(value)]}): "
         + (
-            f"pass what is left of it, and all ranks compute those modules alike: parallelize(model, {left})"
+            f"pass what is left of it, and all ranks compute the same in those modules: parallelize(model, {left})"
             if left
             else "nothing is left of it without such modules: pass a plan of your own, or shard the model"
         )
@@ -188,7 +188,7 @@ def _style_of(key: str, value: object) -> Style:
     if value in UNSUPPORTED_STYLES:
         raise ValueError(
             f"the plan's {key!r}: the style {value!r} is not supported ({UNSUPPORTED_STYLES[value]}): leave it out of "
-            "the plan, so that all ranks compute that module alike"
+            "the plan, so that all ranks compute the same there"
         )
     if value not in STYLES:
         raise ValueError(f"the plan's {key!r}: unknown style {value!r}; {did_you_mean(value, sorted(STYLES))}")

@@ -46,7 +46,7 @@ class ParallelAttention(nn.Module):
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
         options: A `LayerOptions`: with `sequence_parallel`, input and output are this rank's part of the sequence;
-            `overlap_pieces` is that of both linear layers.
+            `overlap_pieces` is for both linear layers.
 
     Attributes:
         heads: Which heads each rank computes.

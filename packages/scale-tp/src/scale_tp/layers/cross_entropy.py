@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: [..., words of this rank], as a `ColumnParallelLinear` without `gather_output`
             gives, or a slice of it, for example `logits[:, :-1]`. They are not changed or copied. Logits of
-            all words, the same on all ranks as with `gather_output`, are refused.
+            all words, the same on all ranks as with `gather_output`, raise.
         target: [...] of integers: words of the full vocabulary; the same on all ranks.
         weight: [words of all ranks], floating point, the same on all ranks: the loss of a target is multiplied by that
             of its word, and "mean" divides by the sum of them. Not together with label smoothing or a z-loss.
@@ -299,7 +299,7 @@ def vocab_split(width: int, vocabulary_size: int | None, group: Group) -> Split:
     if split.sizes[group.rank] != width:
         raise ValueError(
             f"expected logits of {split.sizes[group.rank]} words on rank {group.rank}, of the {vocabulary_size} that "
-            f"{group.size} ranks have, got {width}: divide the last layer alike, or leave vocabulary_size out"
+            f"{group.size} ranks have, got {width}: divide the last layer in the same way, or leave vocabulary_size out"
         )
     return split
 

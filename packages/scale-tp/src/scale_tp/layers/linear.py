@@ -103,7 +103,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: Whether every rank gets the full output. Otherwise it gets its own features, for a
             `RowParallelLinear` with `input_is_parallel=True`.
         init_method: Fills the full weight in place; each rank keeps its shard of the same values. A function that
-            does nothing leaves the memory as it is, for a checkpoint.
+            does nothing leaves the memory unchanged, for a checkpoint.
         stride: The number of equal matrices stacked in this one, each divided by itself.
         keep_master_weight_for_test: Keep the full weight, as it began, in `master_weight`.
         process_group: The ranks that divide the layer: a `ProcessGroup` or a `DeviceMesh` axis; None is the model axis
@@ -197,7 +197,7 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """`y = x W^T + b`, to which each rank adds what some of the input features give.
 
-    Arguments that are not listed are those of `ColumnParallelLinear`.
+    Arguments that are not listed are `ColumnParallelLinear`'s.
 
     Args:
         in_features: Size of the full input's last dimension; it need not divide by the ranks.
@@ -291,7 +291,7 @@ class RowParallelLinear(_ParallelLinear):
                 self.group,
                 self.split,
                 self._checked_width,
-                fix="what comes before must be divided alike, as by ColumnParallelLinear(..., "
+                fix="what comes before must be divided in the same way, as by ColumnParallelLinear(..., "
                 f"{self.in_features}, gather_output=False) in the same group; or pass the full input to a layer with "
                 "input_is_parallel=False",
             )

@@ -131,7 +131,7 @@ def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None)
 
 
 def _check_own_parameters(module: nn.Module) -> None:
-    """Refuses a module whose parameters are those of modules in it, where their gradients would not be summed."""
+    """Refuses a module whose parameters belong to modules in it, where their gradients would not be summed."""
     kind = type(module).__name__
     if is_parametrized(module):
         names = ", ".join(module.parametrizations)  # type: ignore[arg-type]  # a ModuleDict then

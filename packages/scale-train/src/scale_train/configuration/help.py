@@ -63,7 +63,7 @@ def help_page(
 
 
 def default_text(field: OptionField) -> str:
-    """Returns the default as it is written on a command line; "" where the help text says it."""
+    """Returns the default in the form of a command line; "" where the help text says it."""
     value = field.default
     if value is None or value in ((), ""):
         return ""

@@ -1,4 +1,4 @@
-"""--adascale: `--steps`, `--warmup` and `--lr` are those of a smaller batch.
+"""--adascale: `--steps`, `--warmup` and `--lr` are for a smaller batch.
 
 AdaScale multiplies the learning rate by its gain, the steps of the smaller batch that a step of the whole batch is
 worth. The training is over when the gains sum up to `--steps`.

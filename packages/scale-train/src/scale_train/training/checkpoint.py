@@ -122,7 +122,7 @@ def parameter_shapes(model: nn.Module) -> dict[str, list[int]]:
 def load(training: TrainState, point: Path) -> None:
     """Loads a checkpoint; called on all ranks, and an InputError is raised on all.
 
-    Learning rate and weight decay are those of the command line; the model and the order of the data must be the same.
+    Learning rate and weight decay are from the command line; the model and the order of the data must be the same.
     """
     optimizer = training.optimizer
     group_options = [
@@ -341,7 +341,7 @@ def _check_is_newest(point: Path) -> None:
         raise InputError(f"--resume {point}: {error}") from error
     except OSError as error:
         raise InputError(
-            f"--resume {point}: a newer checkpoint beside it can't be read now ({error.strerror}): name a new folder "
+            f"--resume {point}: a newer checkpoint there can't be read now ({error.strerror}): name a new folder "
             "with --out"
         ) from error
     if newest is not None and newest.name != point.name:

@@ -135,7 +135,7 @@ def log_step(training: TrainState, loss: Tensor, rate: float, norm: Tensor | Non
 def save_if_finite(training: TrainState, save: Callable[[TrainState], object]) -> None:
     """Saves a step that is not saved yet; TrainingDiverged on all ranks where a number of one is not finite.
 
-    The loss is that of the weights before the last step.
+    The loss is from the weights before the last step.
     """
     if training.saved_step == training.step:
         return

@@ -52,7 +52,7 @@ def _dims(dim: Any) -> tuple[int, ...] | None:
 
 
 def _reduction(bound: Callable[..., Any]) -> Rule:
-    """A rule from a function with torch's arguments after the tensor; other arguments are refused."""
+    """A rule from a function with torch's arguments after the tensor; other arguments raise."""
 
     def rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = renamed(kwargs, axis="dim", keepdims="keepdim")
@@ -218,7 +218,7 @@ def _equal(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _full_if_cut_elsewhere(tensor: Tensor, shard: Shard) -> Tensor:
-    """The full tensor of one that the same ranks divide, in other places; any other tensor as it is."""
+    """The full tensor of one that the same ranks divide, in other places; any other tensor unchanged."""
     if not is_sharded(tensor) or tensor.is_meta:
         return tensor
     other = record_of(tensor)

@@ -25,7 +25,7 @@ def consolidate_shard_weights(
     Args:
         shard_weights: Of each rank; those that FairScale has saved, in the order of the ranks.
         shard_metadata: Of each rank, in the same order.
-        with_module_buffers: With the module's buffers, which are those of the first.
+        with_module_buffers: With the module's buffers, which are the first's.
         strict: Every parameter must be there; otherwise those that the first rank lacks are left out.
 
     Raises:
@@ -84,7 +84,7 @@ def _without_padding(key: str, entry: str, weights: Mapping[str, Any], wrapper: 
     """One rank's chunk of a parameter, flat, on the CPU."""
     if key not in weights or entry not in wrapper["params"]:
         raise ValueError(
-            f"'{key}' is missing in the weights or the metadata of a rank: give those of all ranks of one run, or "
+            f"'{key}' is missing in the weights or the metadata of a rank: give all ranks' of one run, or "
             "strict=False to leave out what the first one lacks"
         )
     chunk: Tensor = weights[key].detach().to("cpu").reshape(-1)

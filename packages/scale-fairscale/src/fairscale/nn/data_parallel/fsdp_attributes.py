@@ -96,7 +96,7 @@ class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters; while they are flat, the names have the wrappers in them, as in FairScale.
 
-        As in `_fsdp_wrapped_module._fpw_module.0._fsdp_wrapped_module.flat_param_0`. Those of a state dict, of full
+        As in `_fsdp_wrapped_module._fpw_module.0._fsdp_wrapped_module.flat_param_0`. The names of a state dict, of full
         parameters and of a model that is not flattened are the plain module's.
         """
         named = super().named_parameters(prefix, recurse, remove_duplicate)
@@ -173,7 +173,7 @@ class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """This wrapper's own parameters: flat ones, or local shards; not those of wrappers inside."""
+        """This wrapper's own parameters: flat ones, or local shards; without the ones of wrappers inside."""
         return list(dict.fromkeys(param for buffer in self._unit.buffers for param in buffer.sharded_params))
 
     @property

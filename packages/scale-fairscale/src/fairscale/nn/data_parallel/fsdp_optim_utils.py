@@ -57,7 +57,7 @@ def shard_by_number(full: Mapping[str, Any] | None, model: nn.Module) -> dict[st
 
     Raises:
         TypeError: It is None.
-        ValueError: It is that of another model.
+        ValueError: It belongs to another model.
     """
     shard = scale_fsdp.shard_optim_state_dict(full, model)  # type: ignore[arg-type]  # None is refused there.
     assert full is not None

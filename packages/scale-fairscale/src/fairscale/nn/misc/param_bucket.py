@@ -81,7 +81,7 @@ class ParamBucket(Bucket):
 
 
 class GradBucket(Bucket):
-    """A bucket of gradients: those of parameters that are added get their memory in it.
+    """A bucket of gradients. Parameters that are added get their gradients' memory in it.
 
     Args:
         size: As for `Bucket`.

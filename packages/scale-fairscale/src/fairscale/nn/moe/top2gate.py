@@ -27,7 +27,7 @@ def top2gating(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weights [S, E, C]; and where they are not 0, [S, E, C] bool.
 
     Raises:
-        ValueError: The number of tokens can't be divided by that of experts; an AssertionError, too.
+        ValueError: The number of tokens can't be divided by the number of experts; an AssertionError, too.
     """
     num_tokens, num_experts = logits.shape
     if num_tokens % num_experts:

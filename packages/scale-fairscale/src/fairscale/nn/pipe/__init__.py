@@ -1,6 +1,6 @@
 """FairScale's pipeline in one process over several devices, by `scale_pipe.Pipe`. Begin with `pipe`.
 
-What several processes ran, `AsyncPipe` and `PipeRPCWrapper`, is refused, with what to write.
+What several processes ran, `AsyncPipe` and `PipeRPCWrapper`, raises, and says what to write.
 """
 
 from fairscale.nn.pipe.async_pipe import AsyncPipe

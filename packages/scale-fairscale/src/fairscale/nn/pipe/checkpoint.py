@@ -67,7 +67,7 @@ class _Replaceable(type(torch.autograd.Function)):  # type: ignore[misc]  # torc
 
 
 class Checkpoint(torch.autograd.Function, metaclass=_Replaceable):
-    """Computes a function without a graph; its gradients are those of a recomputation, by `Recompute` or by itself.
+    """Computes a function without a graph; its gradients come from a recomputation, by `Recompute` or by itself.
 
     `Checkpoint.apply(phony, recomputed, rng_states, function, input_atomic, *input)`: `phony` is a tensor on the device
     that requires a gradient; the function is given the one input if `input_atomic`, else a tuple of all.

@@ -1,11 +1,11 @@
 """Gradients of each micro-batch, for observers that measure them before they are averaged, as AdaScale does.
 
-A parameter belongs to one stage, so the squared norm of a micro-batch's gradient is the sum of those of its parts,
+A parameter belongs to one stage, so the squared norm of a micro-batch's gradient is the sum over its parts,
 which each rank knows. A part is computed in one pass or two, between the passes of other micro-batches and stages; so
 each pass announces its micro-batch (`scale_core.hooks.microbatch_grads`), and the step ends when all ranks have
 finished and gradients are averaged.
 
-A parameter that several stages hold gets a sum, whose square is not that of its parts. While it is measured, what
+A parameter that several stages hold gets a sum, whose square is not the sum over its parts. While it is measured, what
 stages add to a micro-batch is kept; at the end of the step the first rank that holds the parameter receives it from the
 others, and reports the sum. Where no other rank holds it, that is when all stages have finished the micro-batch.
 """
@@ -83,7 +83,7 @@ class MicrobatchGrads:
             self._register_hooks()
 
     def end(self, weights: Sequence[float]) -> None:
-        """Ends a step that went well, once gradients are averaged; `weights` are those of micro-batches in the mean."""
+        """Ends a step that went well, once gradients are averaged; `weights` are the micro-batches' in the mean."""
         if self.step is not None:
             self.step.end(weights)
 
@@ -220,7 +220,7 @@ def check_signatures(signatures: Mapping[int, Sequence[StepSignature]]) -> None:
         peer_words = [signature.words for signature in signatures[peer] if rank in signature.ranks]
         if local_words != peer_words:
             raise RuntimeError(
-                "gradients are measured by micro-batch (as by AdaScale), but not alike on all ranks of the pipeline "
+                "gradients are measured by micro-batch (as by AdaScale), but differently on the ranks of the pipeline "
                 f"that sum them: rank {rank} has {' and '.join(local_words) or 'nothing'}, and rank {peer} "
                 f"{' and '.join(peer_words) or 'nothing'}. Build AdaScale around the optimizer of each of these ranks, "
                 "with as many parameter groups and the same num_gradients_to_accumulate, pass "

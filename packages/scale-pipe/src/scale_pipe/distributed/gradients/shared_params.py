@@ -85,14 +85,14 @@ class SharedParams:
             state = None if param is None or holder is None else gradient_state(holder, param)
             if param is None or state is None:
                 raise ValueError(
-                    f"{fqn} is one parameter with that of another stage, whose gradients are summed after the last "
+                    f"{fqn} is tied to a parameter of another stage, whose gradients are summed after the last "
                     "backward, but a wrapper around it hides it, or reduces its gradient in a way of its own. Use "
                     "fully_shard or FullyShardedDataParallel without flatten_parameters, ShardedDataParallel, or "
-                    "torch's DistributedDataParallel; or wrap the modules beside it alone"
+                    "torch's DistributedDataParallel; or wrap the other modules alone"
                 )
             if lacks_autograd_hooks(param) and getattr(param, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
-                    f"{fqn} is one parameter with that of another stage, and its shard has a hook of "
+                    f"{fqn} is tied to a parameter of another stage, and its shard has a hook of "
                     "register_post_accumulate_grad_hook(), which is called before the gradients of stages are summed: "
                     "remove the hook, and use param.grad after step()"
                 )
@@ -105,7 +105,7 @@ class SharedParams:
         return {name: copy.param for name, copy in self._copies.items()}
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """The copies that another rank counts in a norm: those of all holders but the first."""
+        """The copies that another rank counts in a norm: of all holders but the first."""
         return {copy.param for copy in self._copies.values() if copy.stage != copy.stages[0]}
 
     # Gradients.
@@ -191,7 +191,7 @@ class SharedParams:
                 continue
             if param.shape != value.shape:
                 raise ValueError(
-                    f"{name} is one parameter with that of another stage and has the shape {list(value.shape)}, but is "
+                    f"{name} is tied to a parameter of another stage and has the shape {list(value.shape)}, but is "
                     f"{list(param.shape)} here: give stages their values before you wrap them, and wrap them after the "
                     "pipeline was made"
                 )
@@ -266,7 +266,7 @@ def _check_frozen(name: str, copy: _Copy, others: set[int]) -> None:
         raise RuntimeError(
             f"{name} is one parameter in the stages {list(copy.stages)}, but is frozen in {frozen} alone, whose part "
             f"of its gradient would be lost. Write model.get_parameter('{name}').requires_grad_(False) before "
-            "DistributedPipe(model, ...), or set requires_grad alike on the copies of all these stages"
+            "DistributedPipe(model, ...), or set the same requires_grad on the copies of all these stages"
         )
 
 
@@ -280,12 +280,12 @@ def _check_compatible(name: str, copy: _Copy, others: Mapping[int, _ReceivedGrad
         if ReduceMode.ON_CALL in modes and len(modes) > 1:
             raise RuntimeError(
                 f"{name} is one parameter in stages {copy.stage} and {stage}, and their wrappers do not reduce its "
-                "gradient at the same time: wrap both stages alike, in ShardedDataParallel or in another one"
+                "gradient at the same time: wrap both stages in the same way, for example in ShardedDataParallel"
             )
         can_be_gathered = state.groups and not (state.ranges or grad.ranges)
         if not (can_be_gathered or _covers(grad, state)):
             raise RuntimeError(
                 f"{name} is one parameter in stages {copy.stage} and {stage}, of which this rank needs elements "
                 f"{state.start} to {state.stop} of {state.ranges or 'all'} and gets {grad.start} to {grad.stop} of "
-                f"{grad.ranges or 'all'}: wrap or shard both stages alike, as in fully_shard(stage, replicas)"
+                f"{grad.ranges or 'all'}: wrap or shard both stages in the same way, as in fully_shard(stage, replicas)"
             )

@@ -38,7 +38,7 @@ class RankBound:
         idle_at_start: How long it has nothing to do before its first gradient comes.
         idle_at_end: How long it has nothing to do while its last gradient passes the stages before.
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     head: float
@@ -60,7 +60,7 @@ class Bound:
         critical_path: The time of one micro-batch through all stages and back.
         ranks: The bound of each rank.
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     critical_path: float
@@ -115,7 +115,7 @@ def lower_bound(
         >>> bound.makespan
         13.0
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     check_positive(num_micro_batches=num_micro_batches)
     costs.check_for(placement)

@@ -246,5 +246,5 @@ class _Run:
 
 
 def _before(ends: list[int], positions_by_rank: list[list[int]]) -> list[list[int]]:
-    """Returns by rank those of sorted positions that are before an end."""
+    """Returns by rank the sorted positions before an end."""
     return [positions[: bisect_left(positions, end)] for end, positions in zip(ends, positions_by_rank, strict=True)]

@@ -49,7 +49,7 @@ class Solution:
         >>> solution.simulation.schedule.num_micro_batches
         4
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
 
     simulation: ScheduleSimulation
@@ -133,7 +133,7 @@ def solve(
         >>> solution.simulation.makespan >= solution.best_bound
         True
 
-    See also: [the guide to pipeline schedules](../guides/pipe.md#schedules).
+    See also: [the guide to pipeline schedules](../guides/pipe.md#which-schedule).
     """
     num_ranks, num_micro_batches = check_positive(num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     if visits is None:
