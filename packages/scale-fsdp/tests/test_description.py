@@ -225,7 +225,7 @@ def test_it_reads_as_a_table():
         "shards     28.0 KiB  always",
         "gathered   55.7 KiB  at most, in a forward or backward",
         "gradients  24.1 KiB  of the shards",
-        "           48.2 KiB  at most beside them, of one unit before it is reduced",
+        "           48.2 KiB  at most in addition, of one unit before it is reduced",
         "optimizer  24.1 KiB  for each state of an elementwise one: 48.3 KiB with Adam",
         "",
         "cut at elements, since rows would pad too much",

@@ -99,7 +99,7 @@ def test_parameters_and_pieces_are_in_one_buffer_and_marked() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_updated_parts_reach_all_ranks(whole: bool) -> None:
     update_and_publish(whole, None)
 
@@ -110,7 +110,7 @@ def test_parts_sent_rounded_are_kept_unrounded_by_their_owner() -> None:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_gradients_are_averaged_into_the_pieces(whole: bool) -> None:
     group, mine = group_of(), params()
     bucket = Bucket(mine, partition(group.size, whole), group)
@@ -163,7 +163,7 @@ def test_simulated_parameters_are_views() -> None:
 
 
 @pytest.mark.parametrize("elementwise", [True, False])
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_parameters_and_their_pieces_start_at_16_bytes(elementwise: bool) -> None:
     shapes = ((3,), (5, 2), (7, 3, 2), (1,))
     params = [

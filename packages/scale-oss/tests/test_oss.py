@@ -21,7 +21,6 @@ from scale_core.errors import ContractError, DivergenceError
 from scale_core.optim.step_hooks import watch_optimizers
 from scale_core.shard import Axis, Placement, Shard
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_core.testing import run_ranks
 from scale_oss import OSS, OSSOptions, ShardedDataParallel
 from scale_oss.step import step_in_turn
 
@@ -288,17 +287,14 @@ def test_only_an_optimizer_class_is_taken() -> None:
         OSS(layers().parameters(), torch.optim.SGD(layers().parameters(), lr=0.1))  # type: ignore[arg-type]
 
 
-def build_over_a_dtensor() -> None:
+@pytest.mark.ranks(1)
+def test_a_dtensor_is_refused_with_what_shards_it() -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     layer = nn.Linear(2, 2)
     parallelize_module(layer, init_device_mesh("cpu", (1,)), ColwiseParallel())
-    OSS(layer.named_parameters(), torch.optim.SGD, lr=0.1)
-
-
-def test_a_dtensor_is_refused_with_what_shards_it() -> None:
     with pytest.raises(TypeError, match=r"OSS: 'weight' is a DTensor.*call fully_shard\(model, mesh=mesh"):
-        run_ranks(build_over_a_dtensor, 1)
+        OSS(layer.named_parameters(), torch.optim.SGD, lr=0.1)
 
 
 def test_a_filter_chooses_whose_norm_is_meant() -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import weakref
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from with_options import with_options
 
 from scale_check.exact import assert_equal, gather_values
+from scale_check.simulate import simulate
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
+from scale_core.shard import shard_of
 from scale_core.state import load_sharded_state_dict, sharded_state_dict, target_state_dict
 from scale_core.state.dcp import dcp_target
 from scale_core.state.param_ownership import ParamSlice
@@ -452,3 +455,19 @@ def test_flat_parameters_say_how_their_state_is_gathered() -> None:
     optimizer = OSS(shards.params.values(), torch.optim.AdamW)
     with pytest.raises(ValueError, match=r"full_optim_state_dict\(model, optimizer\.optim\)"):
         optimizer.consolidate_state_dict()
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("rank", range(3))
+def test_simulated_ranks_share_what_this_one_does_not_hold(rank: int) -> None:
+    with simulate(rank=rank, world_size=3):
+        shards = Shards(plain_params())
+        optimizer = OSS(shards.params.items(), torch.optim.AdamW, lr=0.1)
+        places = [place for bucket in optimizer.in_place_buckets for place in bucket.placements]
+        assert [place.name for place in places] == list(shards.params) and group_of().size == 3
+        for place in places:
+            shard = shard_of(place.param)
+            assert shard is not None and place.local_range == (shard.start, shard.stop), place.name
+            assert len(place.ranges) == 3
+            assert place.ranges[0].start == 0 and place.ranges[-1].stop == shard.numel, place.name
+            assert all(before.stop == after.start for before, after in pairwise(place.ranges)), place.name

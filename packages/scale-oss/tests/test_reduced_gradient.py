@@ -142,8 +142,13 @@ def test_gradients_that_a_program_edits_are_those_of_ddp() -> None:
                     each.step()
                     module.zero_grad() if step else each.zero_grad()
                     assert all(param.grad is None for param in module.parameters())
-            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10, msg=f"{edit.__name__}, {elementwise}")
+            torch.testing.assert_close(
+                list(model.parameters()),
+                list(plain.parameters()),
+                rtol=1e-10,
+                atol=1e-10,
+                msg=f"{edit.__name__}, {elementwise}",
+            )
 
 
 @pytest.mark.ranks(3)
@@ -234,5 +239,4 @@ def test_passes_add_to_an_edited_gradient() -> None:
             outer(data(group_of().rank, 4 * step + 3)).sum().backward()
             each.step()
             each.zero_grad(set_to_none=step == 0)
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-10, atol=1e-10)

@@ -74,14 +74,12 @@ def test_what_is_loaded_by_assignment_is_trained() -> None:
             (sum(plain(data(rank, step)).square().mean() for rank in range(2)) / 2).backward()
             reference.step()
             reference.zero_grad()
-        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-6, atol=1e-7)
         half = {name: value.bfloat16() for name, value in state.items()}
         with pytest.raises(ValueError) as caught:  # noqa: PT011  # the test looks at all of it
             model.module.load_state_dict({**own, "2.bias": half["2.bias"]}, assign=True)
         messages.append(str(caught.value))
-        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-6, atol=1e-7)
         copied = copy.deepcopy(model.module)
         copied.load_state_dict(half, assign=True)
         assert all(param.dtype == torch.bfloat16 for param in copied.parameters())
@@ -345,7 +343,7 @@ def test_a_scaler_steps_where_a_rank_has_no_gradients_of_its_own() -> None:
 
 @pytest.mark.fault(70)
 @pytest.mark.parametrize("overflows", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_scaler_skips_a_step_on_all_ranks_together(overflows: bool) -> None:
     """A power of two changes no digit, so scaled training equals unscaled; where one rank overflows, all skip."""
     torch.manual_seed(0)
@@ -775,8 +773,7 @@ def test_torch_s_own_clipping_finds_the_averaged_gradients() -> None:
         assert norms[0] == pytest.approx(norms[1], rel=1e-6)
         scaler.step(optimizer)
         theirs.step()
-        for param, other in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(param, other, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(list(model.parameters()), list(plain.parameters()), rtol=1e-10, atol=1e-10)
         with model.no_sync():
             model(data(group.rank).double()).sum().backward()
         with pytest.raises(RuntimeError, match="accumulated under no_sync"):

@@ -74,7 +74,7 @@ def failing(when: str, here: bool) -> Iterator[None]:
 
 
 @pytest.mark.fault(11)
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize(
     "num_ranks, schedule, balance",
     [(2, "zb_v", [4] * 4), (2, "1f1b", [8, 8]), *((3, name, [5, 5, 6]) for name in ("1f1b", "zb_h1", "gpipe"))],
@@ -223,7 +223,7 @@ def test_a_cap_that_the_solver_can_not_keep_is_refused_once() -> None:
 
 
 @pytest.mark.fault(24, 25)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize(
     "options, first, second",
     [

@@ -108,7 +108,7 @@ NO_TARGET = words(0, 0, 3)
 """In the first micro-batch no target counts."""
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("name", MEANS)
 def test_means_over_targets_are_those_of_the_batch(name: str) -> None:
     batches = [
@@ -119,7 +119,7 @@ def test_means_over_targets_are_those_of_the_batch(name: str) -> None:
         compare(MEANS[name], (tokens, target.masked_fill(target == IGNORED, 3) if name == "another index" else target))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_micro_batches_of_uneven_size_count_their_targets(schedule: str) -> None:
     compare(flat, words(1, 4, samples=7), schedule)
@@ -130,14 +130,14 @@ def test_a_batch_without_a_target_that_counts_is_nan() -> None:
     compare(flat, words(*[0] * 8))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("loss_fn", [shifted, masked, selected, penalized])
 def test_any_mean_is_taken_if_all_micro_batches_count_alike(loss_fn: Any) -> None:
     for batch in (words(), words(*[3] * 8)):
         compare(loss_fn, batch)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("batch", [words(2, 1, 5), words(1, 4, samples=7)], ids=["even", "uneven"])
 def test_what_the_error_says_to_write_is_the_mean_of_the_batch(batch: tuple[Tensor, Tensor]) -> None:
     count = (batch[1] != IGNORED).sum()
@@ -160,7 +160,7 @@ def error_of(loss_fn: Any, batch: tuple[Tensor, Tensor]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize(
     "loss_fn, counted, number",
     [

@@ -61,7 +61,7 @@ def test_an_optimizer_that_stops_on_one_rank_raises() -> None:
     assert text.startswith("2: ") and "rank 0: SGD; rank 1: no step" in text
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("kinds", [(SGD, Adam), (None, SGD)], ids=["other kinds", "only the last stage"])
 def test_stages_may_have_optimizers_of_their_own(kinds: tuple[type[SGD | Adam] | None, ...]) -> None:
     pipe, kind = build_pipe(), kinds[dist.get_rank()]

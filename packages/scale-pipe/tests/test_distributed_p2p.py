@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.errors import ScaleError
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
-from scale_core.testing import run_ranks
 from scale_pipe import DistributedPipe, PipelineOptions, pop, skippable, stash
 from scale_pipe.distributed.p2p import P2PChannel, Slot
 from scale_pipe.distributed.program import CrossStageTensors, Receive, build_programs
@@ -84,7 +83,7 @@ SKIPS_AND_TIED: list[tuple[list[tuple[int, int]], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 @pytest.mark.parametrize(
     "schedule, balance",
     [("1f1b", [2] * 4), ("zb_v", [1] * 8), ("interleaved_1f1b", [1] * 8), ("gpipe", [2] * 4)],
@@ -128,9 +127,10 @@ def test_two_replicas_of_a_pipeline_pass_tensors_in_order() -> None:
         assert_trains_as(woven(6, skips, tied), pipe, replica, 2)
 
 
-def changing_batches(name: str) -> list[str]:
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_v"])
+@pytest.mark.ranks(2, in_turn=True)
+def test_tensors_that_are_received_ahead_may_change(name: str) -> None:
     """Batches of other sizes, of fewer micro-batches, and one on which a stage fails, each after one like the first."""
-    wrong: list[str] = []
     ahead = []
     start_ahead = P2PChannel.start_ahead
     with in_order_transport(0, 1), pytest.MonkeyPatch.context() as patch:
@@ -155,21 +155,16 @@ def changing_batches(name: str) -> list[str]:
             expected = mse(plain(x), target)
             expected.backward()
             loss = pipe.step(x, target=target, loss_fn=mse)
-            wrong += [f"{name}: loss of a batch of {size}"] * (not torch.allclose(loss, expected, rtol=1e-10))
+            assert torch.allclose(loss, expected, rtol=1e-10), size
         grads = {key: param.grad for key, param in plain.named_parameters()}
         for key, param in pipe.named_parameters():
-            same = torch.allclose(param.grad, grads[key], rtol=1e-10, atol=1e-10)  # type: ignore[arg-type]
-            wrong += [f"{name}: {key}"] * (not same)
-    return wrong + [f"{name}: nothing is received ahead"] * (not ahead)
+            assert torch.allclose(param.grad, grads[key], rtol=1e-10, atol=1e-10), key  # type: ignore[arg-type]
+    assert ahead
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_v"])
-def test_tensors_that_are_received_ahead_may_change(name: str) -> None:
-    assert run_ranks(changing_batches, 2, name) == [[]] * 2
-
-
-def started_before_their_turn(name: str) -> int:
-    """How many receives of a step begin before the computation in front of them."""
+@pytest.mark.ranks(2)
+def test_receives_that_follow_a_computation_start_before_it() -> None:
+    """The second rank receives its second activation while it computes with the first, and so on."""
     computing, ahead = False, 0
     compute, start_ahead = PassRuntime._compute, P2PChannel.start_ahead
 
@@ -188,21 +183,16 @@ def started_before_their_turn(name: str) -> int:
         patch.setattr(PassRuntime, "_compute", observed_compute)
         patch.setattr(P2PChannel, "start_ahead", observed_start)
         pipe = DistributedPipe(
-            woven(4, []), name, balance=[2, 2], chunks=4, options=PipelineOptions(limit_seconds=60.0)
+            woven(4, []), "gpipe", balance=[2, 2], chunks=4, options=PipelineOptions(limit_seconds=60.0)
         )
         x = torch.ones(8, WIDTH, dtype=torch.float64)
         for _ in range(2):
             ahead = 0
             pipe.step(x, target=x, loss_fn=mse)
-    return ahead
-
-
-def test_receives_that_follow_a_computation_start_before_it() -> None:
-    """The second rank receives its second activation while it computes with the first, and so on."""
     programs = build_programs(get_schedule("gpipe", 2, 4, 1), CrossStageTensors())
     follow = [
         sum(isinstance(task, Receive) and isinstance(before, Action) for before, task in itertools.pairwise(tasks))
         for tasks in programs
     ]
     assert follow[1] >= 3
-    assert run_ranks(started_before_their_turn, 2, "gpipe") == follow
+    assert ahead == follow[dist.get_rank()]

@@ -73,15 +73,14 @@ def assert_is_plain(pipe: DistributedPipe, model: nn.Sequential, steps: list[tup
 STEPS = [batch(8), batch(7, seed=2), batch(3, seed=3)]
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_schedule_is_the_plain_model(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 4)
+def test_every_schedule_is_the_plain_model() -> None:
     for schedule in SCHEDULES:
         assert_is_plain(mlp_pipe(schedule), mlp(), STEPS)
 
 
 @pytest.mark.fault(87)
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, in_turn=True)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_v", "1F1B"])
 def test_a_pipeline_of_one_rank_is_the_plain_model(schedule: str) -> None:
     assert_is_plain(mlp_pipe(schedule, chunks=3), mlp(), [batch(6)])

@@ -146,7 +146,7 @@ class First(nn.Module):
         return torch.relu_(given[0])
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 @pytest.mark.parametrize("frozen", [(), (0,), (2,)], ids=["none", "first", "middle"])
 def test_results_without_gradients_are_as_in_the_plain_model(frozen: tuple[int, ...], schedule: str) -> None:
@@ -164,7 +164,7 @@ class MeanSquare(nn.Module):
         return x.pow(2).mean()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("inside", [True, False], ids=["the last stage returns the loss", "a loss without a target"])
 def test_a_loss_needs_no_target(inside: bool) -> None:
     x, model = batch()[0].double(), mlp(2).double()
@@ -177,7 +177,7 @@ def test_a_loss_needs_no_target(inside: bool) -> None:
     assert_near(pipe.step(x, loss_fn=loss_fn), expected.detach())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("mode", ["always", "except_last", "never"])
 def test_recomputed_stages_have_the_same_gradients(mode: str) -> None:
     pipe = DistributedPipe(mlp(), "zb_v", balance=[3] * 4, chunks=4, checkpoint=mode)
@@ -209,7 +209,7 @@ class Precise(nn.Linear):
             return super().forward(input.float())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("schedule, balance", [("1f1b", [2, 2]), ("zb_v", [1, 1, 1, 1])])
 def test_autocast_holds_for_forwards_and_the_loss(schedule: str, balance: list[int]) -> None:
     """And not for the backwards."""

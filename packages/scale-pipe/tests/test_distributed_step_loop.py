@@ -283,7 +283,7 @@ def test_an_evaluation_has_the_loss_the_output_or_both() -> None:
 
 
 @pytest.mark.fault(21)
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 @pytest.mark.parametrize("schedule, balance", [("1f1b", [4] * 3), ("zb_v", [2] * 6)])
 def test_ranks_that_call_different_things_say_so_and_go_on(schedule: str, balance: list[int]) -> None:
     (rank, size), (x, target) = (dist.get_rank(), dist.get_world_size()), batch()

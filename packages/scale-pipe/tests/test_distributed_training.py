@@ -89,7 +89,7 @@ def fail(*_: object) -> None:
     raise ArithmeticError("on purpose")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("schedule, balance", [("1f1b", (2, 3)), ("zb_h1", (2, 3)), ("interleaved_1f1b", (1, 1, 2, 1))])
 def test_a_weight_on_two_ranks_has_the_sum_of_both_gradients(schedule: str, balance: tuple[int, ...]) -> None:
     pipe = tied_pipe(schedule, balance)
@@ -179,7 +179,7 @@ def test_copies_of_a_tied_weight_that_come_apart_are_found() -> None:
     assert f"'0.weight' [{WORDS}, 8]: each of the ranks 0, 1 has values of its own" in str(caught.value)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("rank_0_has_values", [True, False])
 def test_stages_get_their_values_after_the_pipeline_is_made(rank_0_has_values: bool) -> None:
     rank = dist.get_rank()
@@ -199,7 +199,7 @@ def test_stages_get_their_values_after_the_pipeline_is_made(rank_0_has_values: b
     check_grads(pipe, tied_grads(pipe, 1))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("stepped_by", ["the pipeline", "the caller", "one optimizer for each stage"])
 def test_three_steps_of_adamw_are_those_of_one_process(stepped_by: str) -> None:
     model, pipe = mlp(), DistributedPipe(mlp(), "zb_v", balance=[3] * 4, chunks=4)
@@ -223,7 +223,7 @@ def test_three_steps_of_adamw_are_those_of_one_process(stepped_by: str) -> None:
 
 
 @pytest.mark.fault(72)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
 def test_gradients_are_clipped_by_the_norm_over_all_stages(norm_type: float) -> None:
     pipe, model = DistributedPipe(mlp().double(), "1f1b", balance=[5, 7], chunks=4), mlp().double()
@@ -355,7 +355,7 @@ def replica_groups() -> tuple[Any, Any, int]:
     return pipes[rank // 2], stages[rank % 2], rank // 2
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("schedule, balance", [("1f1b", [6, 6]), ("zb_v", [3] * 4)])
 def test_replicas_average_their_gradients_once_per_step(schedule: str, balance: list[int]) -> None:
@@ -451,7 +451,7 @@ class StepInHook:
         return hook
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("schedule, balance", [("1f1b", [2, 2]), ("zb_v", [1] * 4)])
 @pytest.mark.parametrize("has_optimizer", [False, True])
 def test_hooks_on_parameters_are_called_once_per_step(schedule: str, balance: list[int], has_optimizer: bool) -> None:

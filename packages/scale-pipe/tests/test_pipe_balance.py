@@ -1,17 +1,21 @@
 """Balances: what is dear gets fewer neighbors, whether it is dear in time, in memory, or in the step."""
 
 import time
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import scale_pipe.partition.balance as balance_module
+from scale_check.exact import gather_values
 from scale_core import Group
-from scale_core.testing import run_ranks
 from scale_pipe import Costs, balance_by_size, balance_by_time, profile_stages, simulate
 from scale_pipe.partition.balance import balance_by_makespan, best_balance
+from scale_pipe.partition.block_partition import block_partition
 from scale_pipe.partition.profile import StageTimes
 from scale_pipe.schedules.classic import one_forward_one_backward
 
@@ -78,22 +82,20 @@ def test_the_timeout_is_wall_clock_and_the_quickest_run_counts(monkeypatch: pyte
     assert runs == [0.0, 1.0, 2.0, 3.0, 4.0], "after two runs 3 + 4 + 5 seconds are more than 10"
 
 
-def balances_of_a_rank() -> list[list[int]]:
+@pytest.mark.ranks(2)
+def test_ranks_that_measure_different_times_get_one_balance() -> None:
     """Each rank measures other times: rank 0 finds the first layer slow, rank 1 the last."""
     slow = torch.distributed.get_rank() * 5
     times = [StageTimes(9.0 if number == slow else 1.0, 0.0, 0.0) for number in range(6)]
     module, sample = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6))), torch.ones(1, 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(balance_module, "layer_times", lambda *_: times)
-        return [
+        balances = [
             balance_by_time(2, module, sample),
             balance_by_makespan(2, module, sample, 4),
             balance_by_time(2, module, sample, process_group=Group()),
         ]
-
-
-def test_ranks_that_measure_different_times_get_one_balance() -> None:
-    first, second = run_ranks(balances_of_a_rank, 2)
+    first, second = gather_values(balances)
     assert first[:2] == second[:2] == [[3, 3], [3, 3]]
     assert (first[2], second[2]) == ([1, 5], [5, 1]), "by itself a rank uses its own times"
 
@@ -161,3 +163,39 @@ def test_numbers_that_do_not_fit_are_named() -> None:
         balance_by_time(many, module, sample)
     with pytest.raises(ValueError, match="param_scale must not be negative, but is -1"):
         balance_by_size(1, module, sample, param_scale=-1.0)
+
+
+def all_partitions(length: int, num_blocks: int) -> list[list[int]]:
+    cuts = (combinations(range(1, length), num_blocks - 1)) if num_blocks > 1 else [()]
+    return [[end - start for start, end in pairwise((0, *cut, length))] for cut in cuts]
+
+
+def block_sums(costs: list[int], sizes: list[int]) -> list[int]:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [sum(costs[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.data())
+def test_the_dearest_block_is_cheap_then_the_sums_are_even(costs: list[int], data: st.DataObject) -> None:
+    num_blocks = data.draw(st.integers(1, len(costs)))
+
+    def key(sizes: list[int]) -> tuple[int, int]:
+        sums = block_sums(costs, sizes)
+        return max(sums), sum(cost * cost for cost in sums)
+
+    found = block_partition(costs, num_blocks)
+    assert len(found) == num_blocks and min(found) >= 1 and sum(found) == len(costs)
+    best = min(map(key, all_partitions(len(costs), num_blocks)))
+    assert key(found) == best
+
+
+def test_the_docstrings_row() -> None:
+    assert block_partition([1, 2, 3, 4, 5, 6], 3) == [3, 2, 1]
+    assert block_partition([5e-6] * 96, 16) == [6] * 16
+
+
+def test_blocks_that_are_equally_dear_are_seen_as_equal() -> None:
+    """8 + 12 and 19 + 1: a rounded unit would make one of them dearer and take a less even cut."""
+    assert block_partition([8, 12, 2, 6, 17, 19, 1], 5) == [1, 1, 2, 1, 2]
+    assert block_partition([1e300, 1e-300, 1.0], 2) == [1, 2]

@@ -59,7 +59,7 @@ def of_all_ranks(own: dict[str, Any]) -> dict[str, Any]:
     return {name: value for theirs in everyones for name, value in theirs.items()}
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("target_stages", [2, 1])
 def test_torchs_functions_save_plain_names_and_load_elsewhere(tmp_path: Path, target_stages: int) -> None:

@@ -1,8 +1,10 @@
 """Layers stash and pop without a pipeline too, and a layer that does not do what it declares is told so."""
 
 import copy
+import gc
 import pickle
 import traceback
+import weakref
 from collections.abc import Generator
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from scale_checkpoint import checkpoint_wrapper
-from scale_pipe import Namespace, pop, skippable, stash
+from scale_pipe import Namespace, pop, skippable, stash, verify_skippables
+from scale_pipe.skip.layout import Skip, inspect_skip_layout
 from scale_pipe.skip.namespace import popped_keys, stashed_keys
+from scale_pipe.skip.portal import Portals
 from scale_pipe.skip.tracker import SkipTracker, current_skip_tracker, run_with_skips, use_skip_tracker
 
 Commands = Generator[Any, Any, Any]
@@ -216,3 +220,110 @@ def test_a_layer_is_put_into_a_namespace_and_nothing_else() -> None:
             layer.isolate(wrong)
     with pytest.raises(TypeError, match=r"isolate: only takes a list of names, got 'skip': write only=\[\"skip\"\]"):
         layer.isolate(Namespace(), only="skip")
+
+
+FAR, NEAR = (None, "far"), (None, "near")
+
+
+def test_a_tensor_goes_to_the_partition_that_pops_it() -> None:
+    portals = Portals([Skip(FAR, 0, 2), Skip(NEAR, 0, 1)])
+    portals.put(0, {FAR: "far 0", NEAR: "near 0"})
+    portals.put(1, {FAR: "far 1", NEAR: None})
+    assert portals.pop(0, 0) == {}
+    assert portals.pop(1, 1) == {NEAR: None}
+    assert portals.pop(0, 1) == {NEAR: "near 0"}
+    assert portals.pop(0, 2) == {FAR: "far 0"} and portals.pop(1, 2) == {FAR: "far 1"}
+
+
+def test_what_was_taken_is_held_no_longer() -> None:
+    portals, tensor = Portals([Skip(FAR, 0, 1)]), torch.ones(1)
+    seen = weakref.ref(tensor)
+    portals.put(0, {FAR: tensor})
+    del tensor
+    assert seen() is not None
+    gc.disable()
+    try:
+        portals.pop(0, 1)
+        assert seen() is None and portals.pop(0, 1) == {}
+    finally:
+        gc.enable()
+
+
+def test_what_waits_is_not_overwritten_in_place() -> None:
+    portals, tensor = Portals([Skip(FAR, 0, 2)]), torch.ones(2, 2)
+    portals.put(0, {FAR: [tensor]})
+    portals.check_not_overwritten(0, (tensor.clone(), tensor.to_sparse()))
+    portals.check_not_overwritten(1, tensor)  # Of another micro-batch.
+    with pytest.raises(RuntimeError, match=r"'far' is stashed.*yield stash\('far', input.clone\(\)\).*inplace=False"):
+        portals.check_not_overwritten(0, {"input": tensor[1:]})
+
+
+def stashing(*names: str) -> nn.Module:
+    return skippable(stash=names)(type("Stashing", (nn.Module,), {}))()
+
+
+def popping(*names: str) -> nn.Module:
+    return skippable(pop=names)(type("Popping", (nn.Module,), {}))()
+
+
+def test_the_layout_names_crossing_skips_in_order_of_stashes() -> None:
+    layers = [stashing("b", "a"), nn.ReLU(), popping("a"), stashing("c"), popping("c"), popping("b")]
+    partitions = [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:5]), nn.Sequential(layers[5])]
+    assert inspect_skip_layout(partitions) == [Skip((None, "b"), 0, 2), Skip((None, "a"), 0, 1)]
+    assert inspect_skip_layout([nn.Sequential(*layers)]) == []
+
+
+def test_pairs_that_match_are_accepted_in_any_nesting() -> None:
+    outer, inner = Namespace(), Namespace()
+    first, second, third, fourth = stashing("x"), stashing("x"), popping("x"), popping("x")
+    for layer, space in ((first, outer), (second, inner), (third, inner), (fourth, outer)):
+        layer.isolate(space)  # type: ignore[operator]
+    verify_skippables(nn.Sequential(first, nn.Sequential(second, nn.ReLU()), third, fourth))
+    verify_skippables([nn.Sequential(stashing("y"), popping("y"))])
+
+
+@pytest.mark.parametrize(
+    "layers, problem",
+    [
+        ([stashing("x")], "no module declared 'x' as poppable but stashed by '0'"),
+        ([popping("x")], "'0' declared 'x' as poppable but it was not stashed by a layer before it"),
+        ([popping("x"), stashing("x")], "'0' declared 'x' as poppable but it was not stashed by a layer before it"),
+        (
+            [stashing("x"), stashing("x"), popping("x")],
+            "'1' redeclared 'x' as stashable, after '0': isolate one",
+        ),
+        ([stashing("x"), popping("x"), popping("x")], "'2' redeclared 'x' as poppable, which '1' has popped by then"),
+        (
+            [skippable(["x"], ["x"])(type("Both", (nn.Module,), {}))()],
+            "'0' declared 'x' both as",
+        ),
+    ],
+)
+def test_pairs_that_do_not_match_are_named(layers: list[nn.Module], problem: str) -> None:
+    with pytest.raises(TypeError, match="one or more pairs of stash and pop do not match") as caught:
+        verify_skippables(nn.Sequential(*layers))
+    assert problem in str(caught.value)
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(nn.Sequential(stashing("a"), popping("b")))
+    assert str(caught.value).count("\n  * ") == 2
+
+
+class Yields(nn.Module):
+    def forward(self, input: Tensor) -> Generator[Any, Any, Tensor]:
+        yield stash("a", input)
+        return input
+
+
+def test_a_forward_that_nobody_follows_is_found() -> None:
+    derived = type("Derived", (skippable(stash=["a"])(type("Base", (nn.Module,), {})),), {"forward": Yields.forward})
+    for kind in (Yields, derived):
+        with pytest.raises(
+            TypeError, match=f"layer '0' has a forward that yields: write @skippable above class {kind.__name__}"
+        ):
+            verify_skippables(nn.Sequential(kind(), popping("a")))
+    holder = nn.ReLU()
+    holder.inner = Yields()
+    verify_skippables(nn.Sequential(holder))  # Who calls it may take what it yields.

@@ -122,7 +122,7 @@ def test_tensors_of_one_shape_stay_apart(container: str, handed: str) -> None:
         torch.testing.assert_close(param.grad, plain_param.grad, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("container", ["tuple", "dataclass"])
 @pytest.mark.parametrize("schedule, cuts", [("1f1b", ["layers.2"]), ("zb_v", ["layers.1", "layers.2", "layers.3"])])
 def test_they_are_trained_on_two_ranks_as_on_one(schedule: str, cuts: list[str], container: str) -> None:

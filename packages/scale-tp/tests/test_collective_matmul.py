@@ -90,9 +90,8 @@ def _divided(group: Group, pieces: int, ask: bool) -> tuple[Tensor, list[Tensor]
     return output.detach(), list(grads), [*shares, inner]
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_products_in_pieces_have_the_plain_numbers(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_products_in_pieces_have_the_plain_numbers() -> None:
     group = group_of()
     expected, (of_x, *of_columns, of_row) = _plain()
     sizes = even_sizes(POSITIONS, group.size)
@@ -192,9 +191,8 @@ def _pair(case: Case, overlap_pieces: int | None) -> tuple[nn.Module, nn.Module]
     return up, down
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_overlapping_layers_are_those_without_to_the_bit(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_overlapping_layers_are_those_without_to_the_bit() -> None:
     group = group_of()
     for case in CASES:
         x = _whole_numbers(POSITIONS, 2, FEATURES, seed=1).to(case.dtype)

@@ -6,17 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from scale_core.comm.collectives import UNIT_TAGS
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.work import CollectiveWork
 from scale_core.errors import TransferError
 from scale_tp.comm import (
     PendingTensor,
+    accumulation_dtype,
     all_gather_along,
     all_reduce_sum,
+    call_tag,
     check_sizes,
     gather_sizes,
     local_slice,
     reduce_scatter_along,
+    to_accumulation_dtype,
 )
 from scale_tp.split import even_sizes
 
@@ -38,9 +42,8 @@ def sum_in_rank_order(shape: tuple[int, ...], dtype: torch.dtype, num_ranks: int
 
 
 @pytest.mark.gloo("sums in rank order and in fp32")
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sums_are_in_rank_order_and_parts_are_of_any_size(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_sums_are_in_rank_order_and_parts_are_of_any_size() -> None:
     group, checked = group_of(), 0
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for shape in SHAPES:
@@ -108,3 +111,27 @@ def test_a_transfer_that_fails_says_what_it_was_for() -> None:
         coming.wait()
     (note,) = caught.value.__notes__
     assert note.startswith("in a sum of [2, 3] torch.float32 over the ranks [2, 5]: all of them have to call the same")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.int64, torch.int64),
+        (torch.complex64, torch.complex64),
+    ],
+)
+def test_half_precision_is_widened_and_nothing_else(dtype: torch.dtype, expected: torch.dtype) -> None:
+    tensor = torch.ones(2, dtype=dtype)
+    assert accumulation_dtype(dtype) == to_accumulation_dtype(tensor).dtype == expected
+    assert (to_accumulation_dtype(tensor) is tensor) == (dtype == expected)
+
+
+def test_tags_are_those_of_units_and_differ_where_a_word_does() -> None:
+    words = ("sum", torch.float32, (2, 3))
+    assert call_tag(*words) == call_tag("sum", torch.float32, (2, 3))
+    assert call_tag(*words) in UNIT_TAGS
+    assert len({call_tag("sum", torch.float32, (2, size)) for size in range(20)}) > 18

@@ -123,7 +123,7 @@ def _context_axis() -> Iterator[None]:
     scale_tp.destroy_model_parallel()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     "name, ways",
@@ -147,7 +147,7 @@ def test_four_ranks_share_two_key_value_heads(attention: str) -> None:
     _trains_as_one_process(_causal_model("llama"), attention)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 @_context_axis()
 def test_torchs_encoder_layer_is_that_of_one_process(attention: str) -> None:
@@ -224,7 +224,7 @@ def test_a_mask_that_is_filled_again_is_read_again() -> None:
                 torch.testing.assert_close(got, scale_tp.split_sequence(expected, dim=2), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("name, attention", [("llama", "ring"), ("llama", "ulysses"), ("gpt2", "ring")])
 @_context_axis()
 def test_padded_batches_train_as_on_one_process(name: str, attention: str) -> None:

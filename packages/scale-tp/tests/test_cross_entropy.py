@@ -17,6 +17,16 @@ from torch.utils._pytree import tree_leaves
 from scale_core.comm.group import Group, group_of
 from scale_tp import ColumnParallelLinear, vocab_parallel_cross_entropy
 from scale_tp.layers import cross_entropy as module
+from scale_tp.layers.cross_entropy import (
+    LossTerms,
+    check_not_gathered,
+    check_options,
+    check_weight,
+    local_stats,
+    reduce_stats,
+    row_chunks,
+    vocab_split,
+)
 from scale_tp.megatron import gather_from_tensor_model_parallel_region
 from scale_tp.split import Split
 
@@ -103,9 +113,8 @@ def compare(group: Group, dtype: torch.dtype, words: int, chunk_rows: int | None
     assert torch.equal(own, before), "nobody writes to the logits"
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_logits_of_all_words_on_each_rank_are_refused(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_logits_of_all_words_on_each_rank_are_refused() -> None:
     """All words on each rank would count as many times."""
     group = group_of()
     head, x = ColumnParallelLinear(3, WORDS, process_group=group), torch.randn(2, 6, 3)
@@ -125,9 +134,8 @@ def test_logits_of_all_words_on_each_rank_are_refused(num_ranks: int) -> None:
             vocab_parallel_cross_entropy(logits, TARGET, process_group=group)
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_equal_logits_that_are_parts_are_taken(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_equal_logits_that_are_parts_are_taken() -> None:
     group = group_of()
     # Zeros of each rank's words, as of a head that begins with zeros, are the same on all ranks as well.
     zeros = torch.zeros(2, 5, 4)
@@ -145,9 +153,8 @@ def test_equal_logits_that_are_parts_are_taken(num_ranks: int) -> None:
     torch.testing.assert_close(found, plain(head(x[:, 1:]), TARGET))
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_logits_that_overflow_and_impossible_words_are_torchs(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_logits_that_overflow_and_impossible_words_are_torchs() -> None:
     """Logits that overflow in their own dtype, and words that can't come."""
     group = group_of()
     whole = logits_of(torch.float32).mul(1e4)
@@ -165,9 +172,8 @@ def test_logits_that_overflow_and_impossible_words_are_torchs(num_ranks: int) ->
     assert not own.grad.any()
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_loss_and_its_gradient_are_torchs(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_the_loss_and_its_gradient_are_torchs() -> None:
     group = group_of()
     for case in CASES:
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
@@ -178,10 +184,9 @@ def test_the_loss_and_its_gradient_are_torchs(num_ranks: int) -> None:
         compare(group, torch.float64, words, None, {"z_loss": 0.0})
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.ranks(2, 3, in_turn=True)
 @pytest.mark.parametrize("target", [WORDS, -1, 1000])
-def test_a_target_beyond_the_vocabulary_is_refused(target: int, num_ranks: int) -> None:
+def test_a_target_beyond_the_vocabulary_is_refused(target: int) -> None:
     group = group_of()
     own = Split.even(WORDS, group.size).take(logits_of(), group.rank, -1)
     with pytest.raises(IndexError, match="words from 0 to 10, or ignore_index=-100, got another one"):
@@ -325,3 +330,61 @@ def test_a_chunk_has_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_fit_is_refused(logits: Tensor, target: Tensor, options: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         vocab_parallel_cross_entropy(logits, target, **options)
+
+
+def test_terms_of_a_rank_are_those_of_its_words() -> None:
+    logits, target = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)), torch.tensor([5, 7, 0, -100])
+    terms = LossTerms(Group(), 5, 9, -100, 0.1, 0.0, 3)  # It has the words 5 to 7 of 9.
+    largest, total, chosen, summed = local_stats(logits, target, target != -100, terms)
+    assert torch.equal(largest, logits.amax(1))
+    torch.testing.assert_close(total, (logits - largest[:, None]).exp().sum(1))
+    torch.testing.assert_close(summed, logits.sum(1))
+    assert chosen.tolist() == [logits[0, 0].item(), logits[1, 2].item(), 0.0, 0.0]
+    own = torch.stack([largest, total, chosen, summed])
+    assert all(torch.equal(one, other) for one, other in zip(reduce_stats(own, Group(), 3), own, strict=True))
+
+
+def test_chunks_are_all_rows_in_order_in_any_memory() -> None:
+    whole = torch.arange(60.0).view(4, 5, 3)
+    for logits in (whole, whole[:, :-1], whole.transpose(0, 1), whole[0, 0]):
+        found = list(row_chunks(logits, 3))
+        rows = logits.reshape(-1, 3)
+        assert [number for place, _ in found for number in range(place.start, place.stop)] == [*range(len(rows))]
+        assert torch.equal(torch.cat([chunk for _, chunk in found]), rows)
+        assert max(len(chunk) for _, chunk in found) <= 3
+
+
+TWO = Group(1, 2, ranks=(0, 1))
+
+
+def test_words_are_divided_evenly_where_their_number_is_given() -> None:
+    assert vocab_split(4, 9, TWO).sizes == (5, 4) and vocab_split(7, None, Group()).sizes == (7,)
+    with pytest.raises(ValueError, match="expected logits of 4 words on rank 1, of the 9 that 2 ranks have, got 9"):
+        vocab_split(9, 9, TWO)
+
+
+def test_options_of_a_loss_are_accepted_as_any_kind_of_number() -> None:
+    check_options(0, 1, -100, "mean")
+    with pytest.raises(TypeError, match="label_smoothing to be a number, got True"):
+        check_options(True, 0.0, -100, "mean")
+
+
+@pytest.mark.parametrize("weight", [torch.ones(5), torch.ones(1, 9), torch.ones(9, dtype=torch.int64)])
+def test_a_weight_is_one_number_for_each_word_of_all_ranks(weight: torch.Tensor) -> None:
+    terms = LossTerms(TWO, 5, 9, -100, 0.0, 0.0, 16)
+    check_weight(torch.ones(9), terms)
+    with pytest.raises(ValueError, match=r"expected weight to be \[9\] of floating point, one number for each word"):
+        check_weight(weight, terms)
+
+
+def test_ranks_that_have_the_same_logits_have_all_of_them() -> None:
+    stats = torch.rand(2, 4, 3)
+    check_not_gathered(stats, 5, TWO)
+    stats[1] = stats[0]
+    with pytest.raises(
+        ValueError, match=r"of the words that rank 1 of 2 has, got the same logits on all ranks, of 5 wo"
+    ):
+        check_not_gathered(stats, 5, TWO)
+    stats[:, 1] = 5.0  # All logits are equal, as of a head of zeros: that tells nothing.
+    check_not_gathered(stats, 5, TWO)
+    check_not_gathered(stats[..., :0], 5, TWO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -12,8 +13,11 @@ from torch import Tensor, nn
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_tp import ParallelEmbedding, VocabParallelEmbedding
+from scale_tp import ParallelEmbedding, VocabParallelEmbedding, parallelize
+from scale_tp.conversion.modules import is_embedding
+from scale_tp.layers.embedding import local_ids, local_padding_idx
 from scale_tp.megatron import gather_from_sequence_parallel_region
+from scale_tp.split import Split
 
 KINDS = [VocabParallelEmbedding, ParallelEmbedding]
 TWO = Group(0, 2, ranks=(0, 1))
@@ -54,9 +58,8 @@ def compare(kind: Any, num_words: int, features: int, dtype: torch.dtype, ids: T
     assert torch.equal(mine, take(grad, rank)), case
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_divided_tables_are_torchs_to_the_bit(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_divided_tables_are_torchs_to_the_bit() -> None:
     group = group_of()
     for kind in KINDS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -174,3 +177,70 @@ def test_a_rank_has_words_and_features_by_fairscales_names() -> None:
 def test_a_norm_that_no_rank_can_measure_is_refused() -> None:
     with pytest.raises(ValueError, match=r"max_norm=1.0 needs whole rows.*use VocabParallelEmbedding"):
         ParallelEmbedding(7, 4, max_norm=1.0, process_group=TWO)
+
+
+class Scaled(nn.Embedding):
+    """An embedding with a forward of its own, as some models have."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 3.0
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.fault(90)
+def test_words_of_a_divided_embedding_are_the_plain_ones() -> None:
+    group = group_of()
+    ids = torch.tensor([[0, 6, 2, 2, 5], [6, 3, 6, 1, 0]])
+    for kind in (nn.Embedding, Scaled):
+        for num_words, padding in ((7, None), (7, 0), (7, 2), (7, 6), (1, 0)):
+            torch.manual_seed(0)
+            plain = nn.Sequential(kind(num_words, 5, padding_idx=padding))
+            ours = parallelize(copy.deepcopy(plain), {"0": "embedding_rowwise"}, group)
+            given = ids % num_words
+            expected, found = plain(given), ours(given)
+            assert torch.equal(found, expected)
+            expected.sin().sum().backward()
+            found.sin().sum().backward()
+            grad = plain[0].weight.grad
+            own_grad = ours[0].weight.grad.to_local()
+            assert torch.equal(own_grad, ours[0].split.take(grad, group.rank)), (kind, num_words, padding)
+            assert ours[0].padding_idx == padding
+            for unknown in (num_words, -1):
+                with pytest.raises(
+                    IndexError, match=rf"'0': expected words from 0 to {num_words - 1}, .* out of range"
+                ):
+                    ours(torch.tensor([unknown]))
+    by_width = parallelize(nn.Sequential(nn.Embedding(7, 5)), {"0": "embedding_colwise"}, group)
+    with pytest.raises(IndexError, match="'0': expected words from 0 to 6, got some from 7 to 7"):
+        by_width(torch.tensor([7]))
+    for divided in (ours, by_width):
+        with pytest.raises(TypeError, match="'0': expected a tensor of words, got list"):
+            divided([1])
+    counting = nn.Sequential(nn.Embedding(7, 5, scale_grad_by_freq=True))
+    with pytest.raises(ValueError, match="'0': scale_grad_by_freq counts words"):
+        parallelize(counting, {"0": "embedding_rowwise"}, group)
+
+
+def test_what_is_an_embedding() -> None:
+    assert is_embedding(Scaled(2, 3)) and not is_embedding(nn.Linear(2, 3))
+
+
+def test_each_word_is_a_row_of_one_rank() -> None:
+    ids = torch.arange(-1, 9).view(2, 5)
+    for num_words, num_ranks in ((7, 2), (7, 3), (2, 3), (1, 1)):
+        table, found = torch.arange(100, 100 + num_words), torch.zeros(ids.shape, dtype=torch.long)
+        for (own,) in Split.even(num_words, num_ranks).ranges:
+            part = table[own[0] : own[1]]
+            rows, others, unknown = local_ids(ids, own, num_words)
+            assert torch.equal(unknown, (ids < 0) | (ids >= num_words))
+            assert (rows[unknown] == max(len(part), 1)).all()
+            assert not rows[others & ~unknown].any()
+            found[~others] += part[rows[~others]]
+        known = (ids >= 0) & (ids < num_words)
+        assert torch.equal(found, torch.where(known, ids + 100, 0))
+
+
+def test_the_padding_word_is_one_ranks_alone() -> None:
+    ranges = [own for (own,) in Split.even(7, 3).ranges]
+    assert [local_padding_idx(3, own) for own in ranges] == [None, 0, None]
+    assert [local_padding_idx(None, own) for own in ranges] == [None] * 3

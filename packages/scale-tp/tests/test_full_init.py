@@ -57,7 +57,7 @@ def _look(model: nn.Module) -> None:
         nn.init.xavier_uniform_(piece)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_divided_model_begins_with_its_part_of_the_full_values(way: str, device: str) -> None:
@@ -108,7 +108,7 @@ def test_a_llama_from_meta_begins_with_its_own_initialization() -> None:
     destroy_model_parallel()
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 @pytest.mark.parametrize("by", ["apply", "reset_parameters"])
 def test_divided_layers_begin_with_the_values_of_full_ones(by: str) -> None:
     """Of the model's axis."""

@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
-from scale_core.testing.ranks import run_ranks
 from scale_tp import ring_attention, split_sequence
 from scale_tp.attention import ring
 from scale_tp.attention.fused import Gradients, flash_kernel
@@ -55,23 +54,22 @@ def results(causal: bool, dtype: torch.dtype, *, fused: bool) -> list[Tensor]:
         return [output.detach(), *torch.autograd.grad(output, parts, output.detach().cos())]
 
 
-def differences_on_rank(causal: bool, dtype: torch.dtype) -> list[float]:
+def differences(causal: bool, dtype: torch.dtype) -> list[float]:
     """The largest ones, relative to the largest value, between both ways."""
     pairs = zip(results(causal, dtype, fused=True), results(causal, dtype, fused=False), strict=True)
     return [float((one - other).abs().max() / other.abs().max()) for one, other in pairs]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.ranks(1, 2, 3, in_turn=True)
 @pytest.mark.parametrize("causal", [True, False])
-def test_fused_blocks_merge_as_those_that_are_computed_here(causal: bool, num_ranks: int) -> None:
+def test_fused_blocks_merge_as_those_that_are_computed_here(causal: bool) -> None:
     """In float64, where what a kernel sums in another order is all that differs; 3 ranks hold uneven parts."""
-    for differences in run_ranks(differences_on_rank, num_ranks, causal, torch.float64):
-        assert max(differences) < 1e-13
+    assert max(differences(causal, torch.float64)) < 1e-13
 
 
+@pytest.mark.ranks(2)
 def test_fused_blocks_in_half_precision_are_within_its_rounding() -> None:
-    for differences in run_ranks(differences_on_rank, 2, True, torch.bfloat16):
-        assert max(differences) < 4 * torch.finfo(torch.bfloat16).eps
+    assert max(differences(True, torch.bfloat16)) < 4 * torch.finfo(torch.bfloat16).eps
 
 
 def test_one_rank_equals_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_a_reader_that_would_lose_the_gradient_is_refused() -> None:
     assert torch.equal(layer(told), layer(whole))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("selective", [False, True])
 def test_a_checkpoint_within_a_module_computes_the_same(selective: bool) -> None:
     """A checkpoint within a module is given what arrives: computing again has to go the same way."""
@@ -224,7 +224,7 @@ def _of_readers(way: str, divide: Any) -> list[Tensor | None]:
     return [x.grad, *(block.norm.weight.grad for block in model.blocks)]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_order_and_graph_of_readers_change_no_gradient(way: str) -> None:
     """Whoever reads first, with a graph or without, and whatever is computed again by itself, changes no gradient."""
@@ -235,7 +235,7 @@ def test_the_order_and_graph_of_readers_change_no_gradient(way: str) -> None:
         torch.testing.assert_close(_of_readers(way, divide), expected, rtol=0, atol=1e-10)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("kind, pieces", [("llama", 3), ("gpt2", 1)])
 def test_models_that_overlap_have_the_same_gradients(kind: str, pieces: int, sequence_parallel: bool) -> None:

@@ -117,9 +117,8 @@ def one_of_each(group: Group, in_features: int, out_features: int, bias: bool, s
         check(row_grads, [input_grad, split.take(param_grads[0], group.rank, 1), *param_grads[1:]], case)
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_two_layers_of_integers_train_as_torchs_to_the_bit(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_two_layers_of_integers_train_as_torchs_to_the_bit() -> None:
     """Whole numbers have sums that are exact in any order: equal to torch's layers to the bit, gradients as well."""
     group = group_of()
 
@@ -147,9 +146,8 @@ def test_two_layers_of_integers_train_as_torchs_to_the_bit(num_ranks: int) -> No
             assert torch.equal(local_tensor(param.grad), expected)
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_an_input_of_another_split_is_refused_on_all_ranks(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_an_input_of_another_split_is_refused_on_all_ranks() -> None:
     """A column parallel output of another split: one error, on all ranks, before anything is added."""
     group = group_of()
     column = ColumnParallelLinear(
@@ -168,9 +166,8 @@ def test_an_input_of_another_split_is_refused_on_all_ranks(num_ranks: int) -> No
         fitting(input_of(2, 9))
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_heads_that_are_copies_count_once(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_heads_that_are_copies_count_once() -> None:
     """Heads that are copies on several ranks: the whole is made of the first of each."""
     group = group_of()
     split = split_heads(4, 1, group.size).key_value
@@ -195,9 +192,8 @@ def test_heads_that_are_copies_count_once(num_ranks: int) -> None:
 
 
 @pytest.mark.fault(84)
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_shards_survive_copies_pickles_and_moves(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_shards_survive_copies_pickles_and_moves() -> None:
     """What is known of a parameter outlives a copy, a pickle, a move, and another tensor in its place."""
     group = group_of()
     layer = RowParallelLinear(5, 3, process_group=group)
@@ -226,9 +222,8 @@ def _lopsided(total: int, num_ranks: int) -> Split:
     return Split.of_sizes([total - num_ranks + 1, *[1] * (num_ranks - 1)])
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_both_layers_are_the_plain_one_to_the_bit(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_both_layers_are_the_plain_one_to_the_bit() -> None:
     group, checked = group_of(), 0
     for dtype in (torch.float32, torch.bfloat16):
         for in_features, out_features in SIZES:

@@ -29,9 +29,8 @@ def gradient(output: Tensor, of: Tensor, weight: Tensor) -> Tensor:
     return grad
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_several_tensors_are_copied_in_one_message(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_several_tensors_are_copied_in_one_message() -> None:
     """Several tensors in one message; of one that wants no gradient nothing is sent."""
     group = group_of()
     tensors = [numbers(3, seed=1), numbers(2, 2, seed=2).requires_grad_(), numbers(seed=3).requires_grad_()]
@@ -45,9 +44,8 @@ def test_several_tensors_are_copied_in_one_message(num_ranks: int) -> None:
         assert torch.equal(tensors[place].grad, sum(its[place] for its in weights))
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_region_has_the_gradient_of_a_gradient(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_a_region_has_the_gradient_of_a_gradient() -> None:
     """The gradient of a gradient: (sum over ranks of (r + 1) x)^2, through a sum and a copy."""
     group = group_of()
     x = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
@@ -60,9 +58,8 @@ def test_a_region_has_the_gradient_of_a_gradient(num_ranks: int) -> None:
     assert second.item() == 2 * factor**2
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_each_region_has_the_backward_of_the_table(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_each_region_has_the_backward_of_the_table() -> None:
     group = group_of()
     size, rank = group.size, group.rank
     for dim, shape in ((-1, (2, 3, LENGTH)), (0, (LENGTH, 2)), (1, (2, LENGTH, 3))):

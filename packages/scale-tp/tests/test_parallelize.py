@@ -49,7 +49,7 @@ def _divided(kind: str, options: dict[str, Any], sequence_parallel: bool = False
     return parallelize(model, plan, group_of(), sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize(
     "num_ranks, kind, options, ways",  # Without sequence parallelism, with it, or both.
     [
@@ -283,7 +283,7 @@ def test_the_plan_for_lora_has_the_plain_numbers() -> None:
     _same_gradients(plain, model, lambda each: each(x))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("tied", [False, True])
 def test_code_that_takes_a_part_for_the_full_weight_is_seen(tied: bool) -> None:
     model = llama(tie_word_embeddings=tied)
@@ -292,7 +292,7 @@ def test_code_that_takes_a_part_for_the_full_weight_is_seen(tied: bool) -> None:
         parallelize(model, plan, group_of()).resize_token_embeddings(40, mean_resizing=False)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize(
     "layer_type, style, shape",
     [
@@ -456,9 +456,8 @@ class NormedBlock(nn.Module):
         return y
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_block_that_holds_its_norm_has_the_plain_numbers(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_a_block_that_holds_its_norm_has_the_plain_numbers() -> None:
     torch.manual_seed(0)
     plain = NormedBlock().double()
     model = parallelize(copy.deepcopy(plain), {"up": "colwise", "down": "rowwise"}, group_of())

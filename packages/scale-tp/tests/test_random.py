@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import scale_snapshot
 import scale_tp
+from scale_check.exact import gather_values
 from scale_core.comm.group import group_of
 from scale_core.testing import run_ranks
 from scale_snapshot import SnapshotError
 from scale_tp import megatron
 from scale_tp.megatron import get_cuda_rng_tracker
-from scale_tp.random import RNGStatesTracker, get_rng_tracker
+from scale_tp.random import RNGState, RNGStatesTracker, get_rng_state, get_rng_tracker, set_rng_state
 
 
 @pytest.fixture(autouse=True)
@@ -162,17 +163,14 @@ def test_a_recomputation_that_would_get_other_numbers_is_refused() -> None:
         loss.backward()
 
 
-def draw_on_each_rank() -> tuple[list[float], list[float]]:
+@pytest.mark.ranks(4)
+def test_ranks_draw_alike_but_in_their_part_of_the_model() -> None:
     scale_tp.initialize_model_parallel(2)
     megatron.model_parallel_cuda_manual_seed(7)
     with get_rng_tracker().fork():
         own = torch.rand(2).tolist()
     assert group_of().size == 4
-    return torch.rand(2).tolist(), own
-
-
-def test_ranks_draw_alike_but_in_their_part_of_the_model() -> None:
-    (same, first), (also, second), *replica = run_ranks(draw_on_each_rank, 4)
+    (same, first), (also, second), *replica = gather_values((torch.rand(2).tolist(), own))
     assert same == also
     assert first != second
     assert replica == [(same, first), (same, second)]
@@ -237,3 +235,20 @@ def test_streams_hold_for_cuda_too() -> None:
     with streams.fork("other"):
         assert torch.equal(torch.rand(3, device="cuda"), expected)
     assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_the_same_numbers_come_again() -> None:
+    before = get_rng_state()
+    first = torch.rand(3)
+    assert not before.equals(get_rng_state())
+    set_rng_state(before)
+    assert before.equals(get_rng_state())
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_of_the_host_s_numbers_alone_no_device_is_asked() -> None:
+    state = get_rng_state(torch.device("cpu"))
+    assert state.device is None
+    assert state.equals(RNGState(torch.get_rng_state(), None))
+    assert not state.equals(RNGState(state.host, torch.zeros(1)))
+    assert RNGState(state.host, torch.zeros(1)).equals(RNGState(state.host.clone(), torch.zeros(1)))

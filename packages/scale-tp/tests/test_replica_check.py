@@ -68,7 +68,7 @@ APART: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("change", ALIKE)
 def test_ranks_that_hold_the_same_as_their_parts_say_so(change: str) -> None:
     model = _divided()
@@ -79,7 +79,7 @@ def test_ranks_that_hold_the_same_as_their_parts_say_so(change: str) -> None:
     assert not any(module._forward_pre_hooks for module in (model.up, model.down))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.parametrize("change", APART)
 def test_ranks_that_hold_their_parts_are_looked_at_once(change: str) -> None:
     model = _divided()

@@ -9,7 +9,6 @@ from attention_cases import Case, divided_attention, own_parts, whole_attention
 from torch import Tensor
 
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_tp.attention.load_balance import rank_positions
 from scale_tp.attention.ring import blocks, ring_attention
 
@@ -66,12 +65,8 @@ def _equals_whole(cases: list[Case]) -> None:
             )
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_output_and_gradients_equal_full_attention(world: int) -> None:
-    run_ranks(_equals_whole, world, CASES)
-
-
-def test_one_process_needs_no_initialization() -> None:
+@pytest.mark.ranks(0, 2, 3, 4)
+def test_output_and_gradients_equal_full_attention() -> None:
     _equals_whole(CASES)
 
 

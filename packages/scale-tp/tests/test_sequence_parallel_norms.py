@@ -86,9 +86,8 @@ class Double(nn.Module):
         return x * 2
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_each_rank_gets_the_gradient_of_the_whole_sequence() -> None:
     group = group_of()
     for plain_kind, kind, options in KINDS.values():
         ours = kind(3, process_group=group, **options)
@@ -100,9 +99,8 @@ def test_each_rank_gets_the_gradient_of_the_whole_sequence(num_ranks: int) -> No
             assert (shard.start, shard.stop, shard.shape) == (0, 3, (3,))
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_norm_of_ones_own_is_registered_in_place(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3)
+def test_a_norm_of_ones_own_is_registered_in_place() -> None:
     group, own = group_of(), OwnNorm()
     weight = own.weight
     assert register_grad_all_reduce(own, group) is own

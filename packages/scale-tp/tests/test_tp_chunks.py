@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from scale_core.comm.group import Group
-from scale_tp.async_tp.chunks import ChunkRange, SequenceChunks, all_gather_chunks, chunk_ranges, reduce_scatter_chunks
+from scale_tp.async_tp.chunks import (
+    ChunkRange,
+    SequenceChunks,
+    all_gather_chunks,
+    chunk_ranges,
+    matmul_into,
+    product_dtype,
+    reduce_scatter_chunks,
+    to_rows,
+)
 
 
 def test_pieces_of_all_rounds_are_the_whole_sequence_once() -> None:
@@ -42,3 +53,35 @@ def test_on_one_rank_all_is_one_piece_and_nothing_is_sent() -> None:
         out.copy_(x[place.start : place.start + place.length] * 2)
 
     assert torch.equal(reduce_scatter_chunks(cut, x[:0], summand), x * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_product_into_a_part_of_a_tensor_is_a_linear_layer(dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 5, 16, dtype=dtype), torch.randn(7, 16, dtype=dtype)
+    bias = torch.randn(7, dtype=dtype) if has_bias else None
+    expected = F.linear(x, weight, bias)
+    for whole, place in (
+        (torch.zeros(2, 5, 7, dtype=dtype), slice(None)),
+        (torch.zeros(2, 9, 7, dtype=dtype), slice(1, 6)),
+    ):
+        matmul_into(to_rows(x), weight.mT, bias, whole[:, place])
+        assert torch.equal(whole[:, place], expected)
+        assert not whole[:, :0].any() and whole.count_nonzero() == expected.count_nonzero()
+
+
+def test_without_features_the_rows_are_still_there() -> None:
+    out = torch.ones(2, 3, 4)
+    matmul_into(to_rows(torch.zeros(2, 3, 0)), torch.zeros(0, 4), None, out)
+    assert not out.any() and to_rows(torch.zeros(2, 3, 0)).shape == (6, 0)
+
+
+def test_what_is_multiplied_has_one_dtype_or_that_of_autocast() -> None:
+    x, half = torch.zeros(2, 3), torch.zeros(4, 3, dtype=torch.bfloat16)
+    assert product_dtype(x, [x]) == torch.float32
+    with pytest.raises(ValueError, match=r"a weight of the input's dtype, torch.float32, got torch.bfloat16: call .to"):
+        product_dtype(x, [half])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert product_dtype(x, [half]) == torch.bfloat16
+        assert product_dtype(x.double(), [x.double()]) == torch.float64  # Which autocast leaves as it is.

@@ -113,9 +113,8 @@ def halves(num_sums: int) -> tuple[dict[str, int], dict[str, int]]:
     return both, both | {"sum": num_sums}
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_block_of_our_layers_takes_two_sums_each_way(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 4)
+def test_a_block_of_our_layers_takes_two_sums_each_way() -> None:
     group = group_of()
     for key_value_heads, bias in ((4, False), (4, True), (1, True)):
         # Copies of keys and values: for each of them the weight's and the bias's gradients.
@@ -135,9 +134,8 @@ def test_a_block_of_our_layers_takes_two_sums_each_way(num_ranks: int) -> None:
         assert per_block(parts, torch.randn(2, length, 8).requires_grad_()) == (expected[0], expected[1] | copies)
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_blocks_of_transformers_take_two_sums_each_way(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 4)
+def test_blocks_of_transformers_take_two_sums_each_way() -> None:
     words = torch.randint(37, (2, 7), generator=torch.Generator().manual_seed(0))
     group = group_of(dist.new_group())  # One that has not heard of other lengths, with which these may be confused.
     few: Any = {"num_key_value_heads": 1, "attention_bias": True}

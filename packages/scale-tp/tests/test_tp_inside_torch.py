@@ -72,7 +72,7 @@ def test_a_row_layer_has_gradients_of_gradients() -> None:
 
 
 # torch.compile looks at the gradient of every tensor that comes into a graph, and torch warns of that.
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_divided_block_is_the_same_inside_what_torch_has(sequence_parallel: bool) -> None:

@@ -153,9 +153,8 @@ def part_of(model: Divided, name: str, whole: Tensor) -> Tensor:
     return module.shardings[param_name].local_part(whole, module.group.rank) if hasattr(module, "shardings") else whole
 
 
-@pytest.mark.ranks("num_ranks")
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_five_steps_are_those_of_one_process_in_rank_order(num_ranks: int) -> None:
+@pytest.mark.ranks(2, 3, 4)
+def test_five_steps_are_those_of_one_process_in_rank_order() -> None:
     """To the bit; with clipping, the norm is added in another order."""
     group = group_of()
     for case in CASES:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from scale_core.comm.collectives import exchange
 from scale_core.comm.group import Group, group_of
-from scale_core.testing import run_ranks
 from scale_tp.attention.load_balance import join_sequence, split_sequence
 from scale_tp.attention.ring import ring_attention
 from scale_tp.attention.ulysses import ulysses_attention
@@ -26,9 +25,10 @@ CASES = [
 ]
 
 
-def _equals_whole(cases: list[Case]) -> None:
+@pytest.mark.ranks(0, 2, 3, 4)
+def test_output_and_gradients_equal_full_attention() -> None:
     group = group_of()
-    for case in cases:
+    for case in CASES:
 
         def attention(query: Tensor, key: Tensor, value: Tensor, case: Case = case) -> Tensor:
             return ulysses_attention(
@@ -41,15 +41,6 @@ def _equals_whole(cases: list[Case]) -> None:
             torch.testing.assert_close(
                 mine, whole, rtol=1e-10, atol=1e-10, msg=lambda text, case=case: f"{case}\n{text}"
             )
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_output_and_gradients_equal_full_attention(world: int) -> None:
-    run_ranks(_equals_whole, world, CASES)
-
-
-def test_one_process_needs_no_initialization() -> None:
-    _equals_whole(CASES)
 
 
 def _attention_by_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
