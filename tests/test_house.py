@@ -404,22 +404,10 @@ def test_a_trace_of_a_profiler_names_units() -> None:
         assert set(names) <= set(ranges[technique]), f"{technique} has {ranges[technique]}"
 
 
-def test_the_picture_shows_the_house_as_it_is() -> None:
-    """`python tools/architecture.py` draws it anew."""
-    script = HOME.parent / "tools" / "architecture.py"
-    subprocess.run([sys.executable, script, "--check"], check=True)
-
-
-def test_the_pictures_of_the_guides_are_as_they_are_drawn() -> None:
-    """`python tools/pictures.py` draws them anew."""
-    script = HOME.parent / "tools" / "pictures.py"
-    subprocess.run([sys.executable, script, "--check"], check=True)
-
-
-def test_the_page_of_figures_is_what_the_results_are() -> None:
-    """`python tools/figures.py` writes it anew."""
-    script = HOME.parent / "tools" / "figures.py"
-    subprocess.run([sys.executable, script, "--check"], check=True)
+@pytest.mark.parametrize("script", ["architecture", "pictures", "figures"])
+def test_what_a_tool_draws_or_writes_is_up_to_date(script: str) -> None:
+    """`python tools/architecture.py` makes it again."""
+    subprocess.run([sys.executable, HOME.parent / "tools" / f"{script}.py", "--check"], check=True)
 
 
 @each_package

@@ -47,9 +47,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def net(num_experts: int = 3, routing: Any = 2, **options: Any) -> Net:
+def net(**options: Any) -> Net:
     """Two layers of experts between layers that all ranks have."""
-    return Net(2, inputs=DIM, outputs=3, block=lambda: ExpertBlock(DIM, 8, num_experts, routing, **options))
+    return Net(2, inputs=DIM, outputs=3, block=lambda: ExpertBlock(DIM, 8, 3, 2, **options))
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:
@@ -138,22 +138,28 @@ def mesh_of(replicas: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replica", "expert"))
 
 
-def net_on(mesh: DeviceMesh, *args: Any) -> Net:
-    return net(*args, process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
+def net_on(mesh: DeviceMesh) -> Net:
+    return net(process_group=mesh["expert"], batch_process_group=dist.group.WORLD)
 
 
-def plain_net(*args: Any) -> Net:
-    return net(*args, process_group=Group(), batch_process_group=Group())
+def plain_net() -> Net:
+    return net(process_group=Group(), batch_process_group=Group())
 
 
-def one_axis(build: Callable[[nn.Module], torch.optim.Optimizer], passes: int, *args: Any) -> None:
+@pytest.mark.composition("scale-adascale", "scale-moe")
+@pytest.mark.parametrize("ranks, build, passes", [(2, sgd, 1), (2, adam, 3), (4, adam, 2)])
+@pytest.mark.ranks("ranks", in_turn=True)
+def test_the_gain_over_one_axis_is_that_of_one_process(
+    ranks: int, build: Callable[[nn.Module], torch.optim.Optimizer], passes: int
+) -> None:
     """No replicas: each rank has experts of its own. Three of them do not divide, and one of four ranks has none."""
-    model = net_on(mesh_of(1), *args)
+    model = net_on(mesh_of(1))
     average_replicated_gradients(model)
-    compare(model, build(model), plain_net(*args), passes=passes)
+    compare(model, build(model), plain_net(), passes=passes)
 
 
-def all_tokens_to_one_expert() -> None:
+@pytest.mark.ranks(2, in_turn=True)
+def test_experts_without_tokens_count_as_zeros() -> None:
     """Experts 1 and 2 get none, on all ranks but the first there is nothing to do."""
     models = [net_on(mesh_of(1)), plain_net()]
     for model in models:
@@ -168,14 +174,19 @@ def to_first(route: Callable[[Tensor], Any], scores: Tensor) -> Any:
     return routing._replace(expert_index=torch.where(routing.expert_index == routing.expert_index[:, :1], 0, -1))
 
 
-def recomputed() -> None:
-    for passes in (1, 2):
-        model = checkpointed(net_on(mesh_of(1)))
-        average_replicated_gradients(model)
-        compare(model, sgd(model), plain_net(), passes=passes)
+@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-moe")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.ranks(2, in_turn=True)
+def test_recomputed_experts_are_measured_once(passes: int) -> None:
+    model = checkpointed(net_on(mesh_of(1)))
+    average_replicated_gradients(model)
+    compare(model, sgd(model), plain_net(), passes=passes)
 
 
-def beside_ddp(passes: int) -> None:
+@pytest.mark.composition("scale-adascale", "scale-moe", "DistributedDataParallel")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.ranks(4, in_turn=True)
+def test_the_gain_beside_ddp_is_that_of_one_process(passes: int) -> None:
     mesh = mesh_of(2)
     model = net_on(mesh)
     average_replicated_gradients(model, mesh["expert"])
@@ -183,7 +194,10 @@ def beside_ddp(passes: int) -> None:
     compare(wrapped, adam(model), plain_net(), passes=passes)
 
 
-def beside_oss(passes: int) -> None:
+@pytest.mark.composition("scale-adascale", "scale-moe", "ShardedDataParallel")
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.ranks(4, in_turn=True)
+def test_the_gain_beside_oss_is_that_of_one_process(passes: int) -> None:
     mesh = mesh_of(2)
     model = net_on(mesh)
     average_replicated_gradients(model, mesh["expert"])
@@ -193,21 +207,32 @@ def beside_oss(passes: int) -> None:
     compare(wrapped, optimizer, plain_net(), passes=passes)
 
 
-def under_fully_shard(replicas: int, passes: int, scaled: bool = False, recompute: bool = False) -> None:
-    mesh = mesh_of(replicas)
+@pytest.mark.composition("scale-adascale", "scale-moe", "scale-fsdp")
+@pytest.mark.parametrize(
+    "ranks, passes, how", [(2, 2, ""), (4, 1, ""), (4, 2, ""), (4, 2, "recomputed"), (4, 1, "scaled")]
+)
+@pytest.mark.ranks("ranks", in_turn=True)
+def test_the_gain_under_fully_shard_is_that_of_one_process(ranks: int, passes: int, how: str) -> None:
+    mesh = mesh_of(ranks // 2)
     model = net_on(mesh)
-    if recompute:
+    if how == "recomputed":
         checkpointed(model)
     for block in model.blocks:
         fully_shard(block.moe.experts, mesh["replica"])
         fully_shard(block)
     fully_shard(model)
-    scaler = ShardedGradScaler(init_scale=256.0) if scaled else None
+    scaler = ShardedGradScaler(init_scale=256.0) if how == "scaled" else None
     compare(model, adam(model), plain_net(), passes=passes, scaler=scaler)
 
 
-def of_transformers(name: str, passes: int, replicas: int = 1, shard: bool = False) -> None:
-    mesh, model = mesh_of(replicas), transformer(name)
+@pytest.mark.composition("scale-adascale", "scale-moe")
+@pytest.mark.parametrize(
+    "ranks, name, passes, shard",
+    [(2, "mixtral", 1, False), (2, "gpt_oss", 2, False), (4, "gpt_oss", 1, False), (4, "gpt_oss", 2, True)],
+)
+@pytest.mark.ranks("ranks", in_turn=True)
+def test_the_gain_of_a_transformer_is_that_of_one_process(ranks: int, name: str, passes: int, shard: bool) -> None:
+    mesh, model = mesh_of(ranks // 2), transformer(name)
     parallelize_experts(model, mesh["expert"])
     if shard:
         for layer in model.model.layers:
@@ -217,11 +242,12 @@ def of_transformers(name: str, passes: int, replicas: int = 1, shard: bool = Fal
     else:
         average_replicated_gradients(model, mesh["expert"])
         replica = mesh["replica"].get_group()
-        wrapped = model if replicas == 1 else DistributedDataParallel(model, process_group=replica)
+        wrapped = model if ranks == 2 else DistributedDataParallel(model, process_group=replica)
     compare(wrapped, sgd(model), transformer(name), token_loss, passes)
 
 
-def wrong_use_of_divided_experts() -> None:
+@pytest.mark.ranks(2, in_turn=True)
+def test_wrong_use_of_divided_experts_is_refused() -> None:
     model = net_on(mesh_of(1))
     average_replicated_gradients(model)
     value = loss_of(model, 0)
@@ -245,7 +271,8 @@ def doubled(grad: Tensor) -> Tensor:
     return 2 * grad
 
 
-def what_is_not_of_the_step_counts_as_nothing() -> None:
+@pytest.mark.ranks(2, in_turn=True)
+def test_passes_that_are_not_of_the_step_count_as_nothing() -> None:
     """Evaluation, `torch.autograd.grad`, and experts to an AdaScale of others; averages begin after both were built."""
     model, plain = net_on(mesh_of(1)), plain_net()
     others = AdaScale(torch.optim.SGD([*model.embed.parameters(), *model.head.parameters()], lr=LR))
@@ -264,16 +291,18 @@ def what_is_not_of_the_step_counts_as_nothing() -> None:
         each.unhook()
 
 
-def frozen_experts(passes: int) -> None:
+@pytest.mark.ranks(2, in_turn=True)
+def test_frozen_experts_are_not_measured() -> None:
     models = [net_on(mesh_of(1)), plain_net()]
     for model in models:
         for block in model.blocks:
             block.moe.experts.down_proj.requires_grad_(False)
     average_replicated_gradients(models[0])
-    compare(models[0], sgd(models[0]), models[1], passes=passes)
+    compare(models[0], sgd(models[0]), models[1], passes=2)
 
 
-def groups_that_do_not_fit() -> None:
+@pytest.mark.ranks(4, in_turn=True)
+def test_groups_that_do_not_fit_are_refused() -> None:
     mesh = mesh_of(2)
     model = net_on(mesh)
     average_replicated_gradients(model, mesh["expert"])
@@ -292,12 +321,8 @@ def stages(group: Any) -> nn.Sequential:
     """Experts in the first stage of two, and in the middle ones of four; fp64."""
     torch.manual_seed(0)
     options = {"process_group": group, "batch_process_group": group}
-    layers = [
-        ExpertBlock(DIM, 8, 3, 2, **options),
-        nn.Linear(DIM, DIM),
-        nn.Tanh(),
-        ExpertBlock(DIM, 8, 3, 2, **options),
-    ]
+    first, second = (ExpertBlock(DIM, 8, 3, 2, **options) for _ in range(2))
+    layers = [first, nn.Linear(DIM, DIM), nn.Tanh(), second]
     return nn.Sequential(*layers, nn.Linear(DIM, 3), nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3)).double()
 
 
@@ -307,7 +332,10 @@ def chunks_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return x, target - 1.5
 
 
-def inside_a_pipeline(schedule: str, num_stages: int) -> None:
+@pytest.mark.composition("scale-adascale", "scale-pipe", "scale-moe")
+@pytest.mark.parametrize("schedule, num_stages", [("1f1b", 2), ("zb_v", 4)])
+@pytest.mark.ranks(4, in_turn=True)
+def test_the_gain_inside_a_pipeline_is_that_of_one_process(schedule: str, num_stages: int) -> None:
     """Each of four micro-batches of each of two ranks is a sample."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "expert"))
     balance = [8 // num_stages] * num_stages
@@ -331,51 +359,3 @@ def inside_a_pipeline(schedule: str, num_stages: int) -> None:
             each.zero_grad()
     optimizer.unhook()
     expected.unhook()
-
-
-ON_TWO_RANKS: dict[str, Callable[[], None]] = {
-    "wrong use": wrong_use_of_divided_experts,
-    "passes of no step": what_is_not_of_the_step_counts_as_nothing,
-    "frozen": partial(frozen_experts, 2),
-    "SGD": partial(one_axis, sgd, 1),
-    "Adam": partial(one_axis, adam, 3),
-    "unused experts": all_tokens_to_one_expert,
-    "recomputed": recomputed,
-    "mixtral": partial(of_transformers, "mixtral", 1),
-    "gpt_oss": partial(of_transformers, "gpt_oss", 2),
-    "fsdp": partial(under_fully_shard, 1, 2),
-}
-ON_FOUR_RANKS: dict[str, Callable[[], None]] = {
-    "groups": groups_that_do_not_fit,
-    "Adam": partial(one_axis, adam, 2),
-    "ddp, a pass": partial(beside_ddp, 1),
-    "ddp": partial(beside_ddp, 2),
-    "oss, a pass": partial(beside_oss, 1),
-    "oss": partial(beside_oss, 2),
-    "fsdp, a pass": partial(under_fully_shard, 2, 1),
-    "fsdp": partial(under_fully_shard, 2, 2),
-    "fsdp, recomputed": partial(under_fully_shard, 2, 2, recompute=True),
-    "fsdp, scaled": partial(under_fully_shard, 2, 1, scaled=True),
-    "gpt_oss": partial(of_transformers, "gpt_oss", 1, replicas=2),
-    "gpt_oss, fsdp": partial(of_transformers, "gpt_oss", 2, replicas=2, shard=True),
-    "1f1b": partial(inside_a_pipeline, "1f1b", 2),
-    "zb_v": partial(inside_a_pipeline, "zb_v", 4),
-}
-
-
-@pytest.mark.composition("scale-adascale", "scale-moe")
-@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-moe")
-@pytest.mark.parametrize("case", ON_TWO_RANKS)
-@pytest.mark.ranks(2, in_turn=True)
-def test_experts_that_two_ranks_divide(case: str) -> None:
-    ON_TWO_RANKS[case]()
-
-
-@pytest.mark.composition("scale-adascale", "scale-moe", "DistributedDataParallel")
-@pytest.mark.composition("scale-adascale", "scale-moe", "ShardedDataParallel")
-@pytest.mark.composition("scale-adascale", "scale-moe", "scale-fsdp")
-@pytest.mark.composition("scale-adascale", "scale-pipe", "scale-moe")
-@pytest.mark.parametrize("case", ON_FOUR_RANKS)
-@pytest.mark.ranks(4, in_turn=True)
-def test_experts_that_four_ranks_divide_or_replicate(case: str) -> None:
-    ON_FOUR_RANKS[case]()

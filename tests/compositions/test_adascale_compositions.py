@@ -143,7 +143,15 @@ def backward(
             (scaler.scale(loss) if scaler else loss).backward()
 
 
-def check_gains(name: str) -> None:
+@pytest.mark.composition("scale-adascale", "scale-fsdp")
+@pytest.mark.composition("scale-adascale", "OSS")
+@pytest.mark.composition("scale-adascale", "ShardedDataParallel")
+@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-fsdp")
+@pytest.mark.composition("scale-adascale", "scale-tp")
+@pytest.mark.composition("scale-adascale", "scale-tp", "scale-fsdp")
+@pytest.mark.parametrize("ranks, name", [(way.ranks, name) for name, way in WAYS.items()])
+@pytest.mark.ranks("ranks", in_turn=True)
+def test_the_gain_is_that_of_one_process(ranks: int, name: str) -> None:
     way, data = WAYS[name], None
     if way.kind.startswith("divided"):
         scale_tp.initialize_model_parallel(2)
@@ -174,28 +182,6 @@ def check_gains(name: str) -> None:
     optimizer.unhook()
     scale_tp.destroy_model_parallel()
     assert_same_gains(expected, gains)
-
-
-def names_on(ranks: int) -> list[str]:
-    return [name for name, way in WAYS.items() if way.ranks == ranks]
-
-
-@pytest.mark.composition("scale-adascale", "scale-fsdp")
-@pytest.mark.composition("scale-adascale", "OSS")
-@pytest.mark.composition("scale-adascale", "ShardedDataParallel")
-@pytest.mark.composition("scale-adascale", "scale-checkpoint", "scale-fsdp")
-@pytest.mark.parametrize("name", names_on(2))
-@pytest.mark.ranks(2, in_turn=True)
-def test_the_gain_is_that_of_one_process(name: str) -> None:
-    check_gains(name)
-
-
-@pytest.mark.composition("scale-adascale", "scale-tp")
-@pytest.mark.composition("scale-adascale", "scale-tp", "scale-fsdp")
-@pytest.mark.parametrize("name", names_on(4))
-@pytest.mark.ranks(4, in_turn=True)
-def test_the_gain_over_two_axes_is_that_of_one_process(name: str) -> None:
-    check_gains(name)
 
 
 @pytest.mark.ranks(2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -83,14 +81,19 @@ def assert_same_training(model: nn.Module, expected: nn.Module) -> None:
     assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
 
 
-def around_ddp(how: Any) -> None:
+@pytest.mark.composition("scale-checkpoint", "DistributedDataParallel")
+@pytest.mark.parametrize("how", ["recompute", "offload", ["addmm"]])
+@pytest.mark.ranks(1, 2, in_turn=True)
+def test_checkpoints_inside_of_ddp_change_no_bit(how: Any) -> None:
     model = Net()
     for block in model.blocks:
         apply_checkpointing(block, how, offload_inputs=True, min_bytes=0)
     assert_same_training(DistributedDataParallel(model), DistributedDataParallel(Net()))
 
 
-def with_ddp_inside() -> None:
+@pytest.mark.composition("scale-checkpoint", "DistributedDataParallel")
+@pytest.mark.ranks(1, 2, in_turn=True)
+def test_a_checkpoint_around_ddp_changes_no_bit() -> None:
     pairs = [nn.Sequential(DistributedDataParallel(Block()), nn.Tanh()) for _ in range(2)]
     model, expected = (nn.Sequential(nn.Linear(5, 7), pair) for pair in pairs)
     model.load_state_dict(expected.state_dict())
@@ -117,34 +120,23 @@ def sharded(how: str = "") -> nn.Module:
     return fully_shard(model)
 
 
-def beside_units(how: str) -> None:
-    """To the bit, and nothing is gathered more often than without checkpoints."""
+@pytest.mark.composition("scale-checkpoint", "scale-fsdp")
+@pytest.mark.parametrize(
+    "how",
+    ["checkpoint, then shard", "shard, then checkpoint", "offload, then shard", "products, then shard"],
+)
+@pytest.mark.ranks(1, 2, in_turn=True)
+def test_checkpoints_of_units_change_no_bit_and_gather_no_more(how: str) -> None:
     assert_same_training(sharded(how), sharded())
     gathers = count_gathers(sharded())
     assert count_gathers(sharded(how)) == gathers
     assert torch.distributed.get_world_size() == 1 or gathers["blocks.1"] == 2
 
 
-def around_several_units() -> None:
-    assert_same_training(sharded("around units"), sharded("units in pairs"))
-
-
-ORDERS = ("checkpoint, then shard", "shard, then checkpoint", "offload, then shard", "products, then shard")
-CASES: dict[str, Callable[[], None]] = {
-    **{f"ddp around, {how}": partial(around_ddp, how) for how in ("recompute", "offload")},
-    "ddp around, products": partial(around_ddp, ["addmm"]),
-    "ddp inside": with_ddp_inside,
-    **{order: partial(beside_units, order) for order in ORDERS},
-    "around several units": around_several_units,
-}
-
-
 @pytest.mark.composition("scale-checkpoint", "scale-fsdp")
-@pytest.mark.composition("scale-checkpoint", "DistributedDataParallel")
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.ranks(1, 2, in_turn=True)
-def test_results_are_to_the_bit(case: str) -> None:
-    CASES[case]()
+def test_a_checkpoint_around_several_units_changes_no_bit() -> None:
+    assert_same_training(sharded("around units"), sharded("units in pairs"))
 
 
 @pytest.mark.simulation

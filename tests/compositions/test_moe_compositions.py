@@ -90,7 +90,7 @@ def optimizer_of(params: Iterable[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.02, eps=1e-3)
 
 
-def train_and_save(model: nn.Module, called: nn.Module, optimizer: Any, folder: str) -> Recording:
+def train_and_save(model: nn.Module, called: nn.Module, optimizer: Any, folder: Path) -> Recording:
     """Trains with clipped gradients, and saves a snapshot."""
     params = list(called.parameters())
     clip = (
@@ -101,11 +101,31 @@ def train_and_save(model: nn.Module, called: nn.Module, optimizer: Any, folder: 
     return trained
 
 
+def assert_as_one_process(trained: Recording, folder: Path, *, weights: bool = False) -> None:
+    """Losses, norms, full state dicts and, through a snapshot that one process reads, weights and optimizer."""
+    model = plain_net()
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
+    expected = train(model, optimizer_of(model.parameters()), loss_of_all, range(STEPS), clip=clip)
+    if weights:
+        add_weights(expected, model.state_dict())
+    assert_parity(expected, by_rank(trained), rel=1e-6)
+
+    alone = plain_net()
+    fresh = optimizer_of(alone.parameters())
+    read = load_snapshot(folder, partial(target_state_dict, alone, fresh), Group())
+    load_sharded_state_dict(read.state, alone, fresh, copy=False)
+    assert_parity(recorded([0.0], model.state_dict()), [recorded([0.0], alone.state_dict())], rel=1e-6)
+
+
 def mesh_of(replicas: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replica", "expert"))
 
 
-def shard_experts(replicas: int, around: Around | None, folder: str) -> Recording:
+@pytest.mark.composition("scale-moe", "scale-fsdp")
+@pytest.mark.composition("scale-checkpoint", "scale-moe")
+@pytest.mark.parametrize("replicas, around", [(2, None), (1, checkpoint_wrapper)])
+@pytest.mark.ranks(4, in_turn=True)
+def test_sharded_experts_train_as_one_process(replicas: int, around: Around | None, tmp_path: Path) -> None:
     """Experts are sharded over their own axis; without replicas one of four ranks has none of three experts."""
     mesh = mesh_of(replicas)
     model = net_on(mesh, around)
@@ -113,62 +133,37 @@ def shard_experts(replicas: int, around: Around | None, folder: str) -> Recordin
         fully_shard(block.moe.experts, mesh["replica"])
         fully_shard(block)
     fully_shard(model)
-    trained = train_and_save(model, model, optimizer_of(model.parameters()), folder)
+    trained = train_and_save(model, model, optimizer_of(model.parameters()), tmp_path)
     shard = shard_of(model.blocks[0].moe.experts.down_proj)
     assert shard.shape == (EXPERTS, DIM, 8)
     assert [axis.group.size for axis in shard.axes] == [replicas, 4 // replicas]
     assert shard.name == "blocks.0.moe.experts.down_proj"
     add_weights(trained, model.state_dict())
-    return trained
+    assert_as_one_process(trained, tmp_path, weights=True)
 
 
-def average_with_ddp(folder: str) -> Recording:
+@pytest.mark.composition("scale-moe", "DistributedDataParallel")
+@pytest.mark.ranks(4, in_turn=True)
+def test_experts_beside_ddp_train_as_one_process(tmp_path: Path) -> None:
     mesh = mesh_of()
     model = net_on(mesh)
     average_replicated_gradients(model, mesh["expert"])
     optimizer = optimizer_of(model.parameters())
     called = DistributedDataParallel(model, process_group=mesh["replica"].get_group())
-    return train_and_save(model, called, optimizer, folder)
+    assert_as_one_process(train_and_save(model, called, optimizer, tmp_path), tmp_path)
 
 
-def average_with_oss(folder: str) -> Recording:
+@pytest.mark.composition("scale-moe", "ShardedDataParallel")
+@pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
+@pytest.mark.ranks(4, in_turn=True)
+def test_experts_beside_oss_train_as_one_process(tmp_path: Path) -> None:
     mesh = mesh_of()
     replicas = mesh["replica"].get_group()
     model = net_on(mesh, partial(Checkpointed, use_reentrant=True))
     average_replicated_gradients(model, mesh["expert"])
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.02, eps=1e-3, process_group=replicas)
-    return train_and_save(model, ShardedDataParallel(model, optimizer, process_group=replicas), optimizer, folder)
-
-
-WAYS: dict[str, Callable[[str], Recording]] = {
-    "fsdp": partial(shard_experts, 2, None),
-    "fsdp, a rank without experts": partial(shard_experts, 1, checkpoint_wrapper),
-    "ddp": average_with_ddp,
-    "oss": average_with_oss,
-}
-
-
-@pytest.mark.composition("scale-moe", "scale-fsdp")
-@pytest.mark.composition("scale-moe", "DistributedDataParallel")
-@pytest.mark.composition("scale-moe", "ShardedDataParallel")
-@pytest.mark.composition("scale-checkpoint", "scale-moe")
-@pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.ranks(4, in_turn=True)
-def test_experts_beside_replicas_train_as_one_process(way: str, tmp_path: Path) -> None:
-    """Losses, norms, full state dicts and, through a snapshot that one process reads, weights and optimizer."""
-    model = plain_net()
-    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.5)
-    expected = train(model, optimizer_of(model.parameters()), loss_of_all, range(STEPS), clip=clip)
-    if "fsdp" in way:
-        add_weights(expected, model.state_dict())
-    assert_parity(expected, by_rank(WAYS[way](str(tmp_path))), rel=1e-6)
-
-    alone = plain_net()
-    fresh = optimizer_of(alone.parameters())
-    read = load_snapshot(tmp_path, partial(target_state_dict, alone, fresh), Group())
-    load_sharded_state_dict(read.state, alone, fresh, copy=False)
-    assert_parity(recorded([0.0], model.state_dict()), [recorded([0.0], alone.state_dict())], rel=1e-6)
+    called = ShardedDataParallel(model, optimizer, process_group=replicas)
+    assert_as_one_process(train_and_save(model, called, optimizer, tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
@@ -180,7 +175,7 @@ def test_divided_experts_are_not_averaged_over_all_ranks(wrap: Callable[[nn.Modu
 
 @pytest.mark.composition("scale-checkpoint", "scale-moe")
 @pytest.mark.composition("scale-moe", "torch.utils.checkpoint")
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_a_recomputed_layer_draws_the_same_noise() -> None:
     """A recomputed forward draws the same noise, and so sends the same rows; loads count once."""
     rule = TokenChoice(1, normalize=False, jitter=0.3, noisy=True)
@@ -214,7 +209,7 @@ def stage_layers(group: GroupLike) -> nn.Sequential:
 
 
 @pytest.mark.composition("scale-pipe", "scale-moe")
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_experts_inside_stages_have_the_gradients_of_one_process() -> None:
     """Two stages, the layers of each on two ranks that divide its experts."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "expert"))
@@ -243,7 +238,7 @@ def test_experts_inside_stages_have_the_gradients_of_one_process() -> None:
     assert compared >= 7
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_the_state_of_a_rank_without_experts_is_gathered() -> None:
     """One expert on an axis of two ranks: those of the second have empty pieces of empty pieces."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "expert"))

@@ -5,7 +5,6 @@ Three clipped steps equal one process: losses, norms, full weights, and a snapsh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_on(
-    model: nn.Module, batch: dict[str, Tensor], folder: str | Path = "", mesh: DeviceMesh | None = None
+    model: nn.Module, batch: dict[str, Tensor], folder: Path | None = None, mesh: DeviceMesh | None = None
 ) -> Recording:
     """Three clipped steps, within a context of divided sequences if there is a mesh; saves a snapshot in a folder."""
     optimizer = optimizer_of(model)
@@ -73,11 +72,27 @@ def train_on(
     return trained
 
 
+def assert_as_one_process(trained: Recording, folder: Path | None = None) -> None:
+    """Compares with one process, which also reads the snapshot of a folder."""
+    model = mixtral()
+    assert_parity(train_on(model, batch_of(slice(4))), by_rank(trained), rel=1e-5)
+    if folder is not None:
+        alone = mixtral()
+        fresh = optimizer_of(alone)
+        read = load_snapshot(folder, partial(target_state_dict, alone, fresh), Group())
+        load_sharded_state_dict(read.state, alone, fresh, copy=False)
+        assert_parity(recorded([0.0], model.state_dict()), [recorded([0.0], alone.state_dict())], rel=1e-5)
+
+
 def two_axes() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "tensor"))
 
 
-def divide_attention_and_experts(folder: str, *, sharded: bool) -> Recording:
+@pytest.mark.composition("scale-moe", "scale-tp")
+@pytest.mark.composition("scale-moe", "scale-tp", "scale-fsdp")
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.ranks(4, in_turn=True)
+def test_divided_attention_and_experts_train_as_one_process(sharded: bool, tmp_path: Path) -> None:
     mesh, model = two_axes(), mixtral()
     parallelize_experts(model, mesh)
     scale_tp.parallelize(model, ATTENTION, mesh["tensor"])
@@ -89,41 +104,19 @@ def divide_attention_and_experts(folder: str, *, sharded: bool) -> Recording:
     else:
         average_replicated_gradients(model, mesh["expert"])
     row = mesh["expert"].get_local_rank()
-    return train_on(model, batch_of(slice(2 * row, 2 * row + 2)), folder)
+    assert_as_one_process(train_on(model, batch_of(slice(2 * row, 2 * row + 2)), tmp_path), tmp_path)
 
 
-def divide_sequences_and_experts(folder: str) -> Recording:
+@pytest.mark.composition("scale-moe", "context parallel")
+@pytest.mark.ranks(4, in_turn=True)
+def test_divided_sequences_and_experts_train_as_one_process() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     model = parallelize_experts(mixtral())
     average_replicated_gradients(model)
     row = mesh["data"].get_local_rank()
     batch = batch_of(slice(2 * row, 2 * row + 2))
     part = scale_tp.get_batch_on_this_cp_rank(batch, mesh["context"], loss_process_group=dist.group.WORLD)
-    return train_on(model, part, mesh=mesh["context"])
-
-
-WAYS: dict[str, Callable[[str], Recording]] = {
-    "divided": partial(divide_attention_and_experts, sharded=False),
-    "divided and sharded": partial(divide_attention_and_experts, sharded=True),
-    "divided sequences": divide_sequences_and_experts,
-}
-
-
-@pytest.mark.composition("scale-moe", "scale-tp")
-@pytest.mark.composition("scale-moe", "scale-tp", "scale-fsdp")
-@pytest.mark.composition("scale-moe", "context parallel")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.ranks(4, in_turn=True)
-def test_a_mixtral_trains_as_one_process_does(way: str, tmp_path: Path) -> None:
-    model = mixtral()
-    expected = train_on(model, batch_of(slice(4)))
-    assert_parity(expected, by_rank(WAYS[way](str(tmp_path))), rel=1e-5)
-    if "sequences" not in way:
-        alone = mixtral()
-        fresh = optimizer_of(alone)
-        read = load_snapshot(tmp_path, partial(target_state_dict, alone, fresh), Group())
-        load_sharded_state_dict(read.state, alone, fresh, copy=False)
-        assert_parity(recorded([0.0], model.state_dict()), [recorded([0.0], alone.state_dict())], rel=1e-5)
+    assert_as_one_process(train_on(model, part, mesh=mesh["context"]))
 
 
 @pytest.mark.ranks(4)

@@ -174,7 +174,7 @@ class SmallWeightsOnly(torch.optim.SGD):
                     param.sub_(group["lr"] * param.grad * state["small"] / (1 + state["norm"]))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_an_optimizer_may_read_values_when_it_is_built() -> None:
     plain = Words()
     model = shard(copy.deepcopy(plain))
@@ -245,7 +245,7 @@ def test_the_whole_state_loads_before_and_after_steps(cls: type[Optimizer]) -> N
         assert_equal_trees(each.state_dict(all_ranks=True), state)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_matrices_and_others_train_by_their_own_optimizers() -> None:
     """Matrices to one optimizer, all else to the other, by the shapes that they have as wholes; clipped by one norm."""
     plain = Words()
@@ -265,7 +265,7 @@ def test_matrices_and_others_train_by_their_own_optimizers() -> None:
     train_beside(plain, model, loss_of, (matrices, ours))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_flat_parameters_are_stepped_on_or_refused() -> None:
     """An element-wise optimizer steps on flat parameters; others, and a gathering by numbers, are refused by name."""
     model = shard(Words(), flatten_parameters=True)

@@ -73,23 +73,31 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
 
 
-def in_one_process(block: Callable[[], nn.Module] = Block, *, weights: bool) -> Recording:
+def assert_as_one_process(recording: Recording, block: Callable[[], nn.Module] = Block, *, weights: bool) -> None:
+    """Where other ranks have the full weights, losses and norms alone are compared."""
     model = Net(block=block)
-    return trained(model, adamw(model), state=model.state_dict if weights else None)
+    expected = trained(model, adamw(model), state=model.state_dict if weights else None)
+    assert_parity(expected, by_rank(recording))
 
 
-def divided_sharded_and_measured() -> Recording:
+@pytest.mark.composition("scale-tp", "scale-fsdp", "scale-adascale")
+@pytest.mark.ranks(4, in_turn=True)
+def test_divided_layers_are_sharded_and_measured() -> None:
     dims, model = ParallelDims(tp=2), Net()
     parallelize(model, PLAN, dims)
     for block in model.blocks:
         fully_shard(block, dims)
     fully_shard(model, dims)
     optimizer = AdaScale(adamw(model), scale=1.0, process_group=dims, model_parallel_group=dims)
-    return trained(model, optimizer, dims, partial(full_state_dict, model))
+    assert_as_one_process(trained(model, optimizer, dims, partial(full_state_dict, model)), weights=True)
+    optimizer.unhook()
 
 
-def experts_sharded(**sizes: int) -> Recording:
-    dims = ParallelDims(ep=2, **sizes)
+@pytest.mark.composition("scale-moe", "scale-fsdp")
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+@pytest.mark.ranks(4, in_turn=True)
+def test_experts_are_sharded_over_the_ranks_that_have_the_same(dp_replicate: int) -> None:
+    dims = ParallelDims(ep=2, dp_replicate=dp_replicate)
     model = Net(block=partial(ExpertBlock, dims))
     for block in model.blocks:
         fully_shard(block.moe.experts, dims)
@@ -99,18 +107,24 @@ def experts_sharded(**sizes: int) -> Recording:
     same_experts, copies = group_of(dims, "efsdp").ranks, group_of(dims, "fsdp").ranks
     for name, groups in ranks.items():
         assert (same_experts if ".experts." in name else copies) in groups, (name, groups)
-    return trained(model, adamw(model), dims, partial(full_state_dict, model))
+    recording = trained(model, adamw(model), dims, partial(full_state_dict, model))
+    assert_as_one_process(recording, partial(ExpertBlock, Group()), weights=True)
 
 
-def experts_with_an_optimizer_in_shards() -> Recording:
+@pytest.mark.composition("scale-moe", "ShardedDataParallel")
+@pytest.mark.ranks(4, in_turn=True)
+def test_experts_train_beside_an_optimizer_in_shards() -> None:
     dims = ParallelDims(ep=2)
     model = Net(block=partial(ExpertBlock, dims))
     average_replicated_gradients(model, dims)
     optimizer = OSS(model.parameters(), torch.optim.AdamW, dims, lr=0.02, eps=1e-3)
-    return trained(ShardedDataParallel(model, optimizer, dims), optimizer, dims)
+    recording = trained(ShardedDataParallel(model, optimizer, dims), optimizer, dims)
+    assert_as_one_process(recording, partial(ExpertBlock, Group()), weights=False)
 
 
-def stages_sharded() -> Recording:
+@pytest.mark.composition("scale-pipe", "scale-fsdp")
+@pytest.mark.ranks(4, in_turn=True)
+def test_stages_are_sharded() -> None:
     dims, model = ParallelDims(pp=2), Net()
     layers = nn.Sequential(model.embed, *model.blocks, model.head)
     pipe = DistributedPipe(layers, "1f1b", balance=[3, 3], chunks=2, process_group=dims)
@@ -123,39 +137,11 @@ def stages_sharded() -> Recording:
         loss: Tensor = pipe.step(inputs, target=targets, loss_fn=mean_square)
         return loss
 
-    return train(pipe, optimizer, loss_of, range(3), clip=partial(pipe.clip_grad_norm_, 0.5))
+    recording = train(pipe, optimizer, loss_of, range(3), clip=partial(pipe.clip_grad_norm_, 0.5))
+    assert_as_one_process(recording, weights=False)
 
 
-WAYS: dict[str, Callable[[], Recording]] = {
-    "divided layers, sharded, under AdaScale": divided_sharded_and_measured,
-    "stages, sharded": stages_sharded,
-}
-EXPERT_WAYS: dict[str, Callable[[], Recording]] = {
-    "experts, sharded": experts_sharded,
-    "experts in two copies, sharded": partial(experts_sharded, dp_replicate=2),
-    "experts and an optimizer in shards": experts_with_an_optimizer_in_shards,
-}
-LOSSES_AND_NORMS = ("stages, sharded", "experts and an optimizer in shards")  # Other ranks have the full weights.
-
-
-@pytest.mark.composition("scale-tp", "scale-fsdp", "scale-adascale")
-@pytest.mark.composition("scale-pipe", "scale-fsdp")
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.ranks(4, in_turn=True)
-def test_one_description_of_the_ranks_serves_all_techniques(way: str) -> None:
-    assert_parity(in_one_process(weights=way not in LOSSES_AND_NORMS), by_rank(WAYS[way]()))
-
-
-@pytest.mark.composition("scale-moe", "scale-fsdp")
-@pytest.mark.composition("scale-moe", "ShardedDataParallel")
-@pytest.mark.parametrize("way", EXPERT_WAYS)
-@pytest.mark.ranks(4, in_turn=True)
-def test_experts_are_sharded_over_the_ranks_that_have_the_same(way: str) -> None:
-    expected = in_one_process(partial(ExpertBlock, Group()), weights=way not in LOSSES_AND_NORMS)
-    assert_parity(expected, by_rank(EXPERT_WAYS[way]()))
-
-
-@pytest.mark.ranks(4)
 def test_a_unit_of_experts_and_other_parameters_is_refused() -> None:
     dims = ParallelDims(ep=2)
     block = ExpertBlock(dims)
@@ -173,7 +159,7 @@ def test_layers_without_a_group_take_the_described_ranks() -> None:
     assert tuple(get_tensor_model_parallel_ranks()) == group_of(dims, "tp").ranks
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_local_sgd_needs_replicas() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -137,55 +137,6 @@ def built(case: Case, ranks: Any, replicas: Any) -> tuple[DistributedPipe, Any]:
     return pipe, optimizer
 
 
-def check_gains(case: Case) -> None:
-    """Each rank of a pipeline, which has stages of its own, finds the gains of one process."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("replica", "pipe"))
-    ranks, replicas = mesh.get_group("pipe"), mesh.get_group("replica")
-    pipe, inner = built(case, ranks, replicas)
-    groups: dict[str, Any] = {"process_group": replicas, "model_parallel_group": ranks}
-    if case.how == "told little":  # The ranks of the pipeline are known, and if these are all, so is the other group.
-        groups = {"process_group": replicas} if dist.get_world_size(replicas) > 1 else {}
-    scaler = ShardedGradScaler(init_scale=256.0) if case.how == "scaled" else None
-    optimizer = AdaScale(
-        inner,
-        **with_options(
-            AdaScaleOptions,
-            grad_scaler=scaler,
-            scale=float(world * case.chunks * case.steps_each),
-            num_gradients_to_accumulate=case.chunks * case.steps_each,
-            **groups,
-        ),
-    )
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        loss = mse(output, target) / case.steps_each
-        return loss if scaler is None else scaler.scale(loss)
-
-    gains = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(case.steps_each):
-            x, target = batch_of(step * case.steps_each + number, dist.get_rank(replicas), case.chunks)
-            if case.how == "failed":
-                fails_once(pipe, x, target)
-            stepped = {"optimizer": optimizer} if case.how == "stepped" else {}
-            pipe.step(x, target=target, loss_fn=loss_fn, **stepped)
-            if case.how == "evaluated":
-                pipe.evaluate(x, target=target, loss_fn=loss_fn)
-        if case.how == "clipped":
-            pipe.clip_grad_norm_(1e3)
-        if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        elif case.how != "stepped":
-            optimizer.step()
-        gains.append(gains_of(optimizer))
-    optimizer.unhook()
-    assert not microbatch_steps_wanted()
-    assert_same_gains(expected_gains(case, world // 2), gains, GAIN)
-
-
 def fails_once(pipe: DistributedPipe, x: Tensor, target: Tensor) -> None:
     """The third micro-batch's loss fails, when gradients of others have been measured."""
     calls = []
@@ -228,19 +179,59 @@ REPLICATED: list[Case] = [
 
 
 @pytest.mark.composition("scale-adascale", "scale-pipe")
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.ranks(2, in_turn=True)
-def test_the_gain_of_a_pipeline_is_that_of_one_process(case: Case) -> None:
-    check_gains(case)
-
-
 @pytest.mark.composition("scale-adascale", "scale-pipe", "scale-fsdp")
 @pytest.mark.composition("scale-adascale", "scale-pipe", "ShardedDataParallel")
 @pytest.mark.composition("scale-adascale", "scale-pipe", "DistributedDataParallel")
-@pytest.mark.parametrize("case", REPLICATED, ids=str)
-@pytest.mark.ranks(4, in_turn=True)
-def test_the_gain_of_stages_with_replicas_is_that_of_one_process(case: Case) -> None:
-    check_gains(case)
+@pytest.mark.parametrize(
+    "num_ranks, case", [*((2, case) for case in CASES), *((4, case) for case in REPLICATED)], ids=str
+)
+@pytest.mark.ranks("num_ranks", in_turn=True)
+def test_the_gain_of_a_pipeline_is_that_of_one_process(num_ranks: int, case: Case) -> None:
+    """Each rank of a pipeline, which has stages of its own, finds the gains of one process."""
+    mesh = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("replica", "pipe"))
+    ranks, replicas = mesh.get_group("pipe"), mesh.get_group("replica")
+    pipe, inner = built(case, ranks, replicas)
+    groups: dict[str, Any] = {"process_group": replicas, "model_parallel_group": ranks}
+    if case.how == "told little":  # The ranks of the pipeline are known, and if these are all, so is the other group.
+        groups = {"process_group": replicas} if dist.get_world_size(replicas) > 1 else {}
+    scaler = ShardedGradScaler(init_scale=256.0) if case.how == "scaled" else None
+    optimizer = AdaScale(
+        inner,
+        **with_options(
+            AdaScaleOptions,
+            grad_scaler=scaler,
+            scale=float(num_ranks * case.chunks * case.steps_each),
+            num_gradients_to_accumulate=case.chunks * case.steps_each,
+            **groups,
+        ),
+    )
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = mse(output, target) / case.steps_each
+        return loss if scaler is None else scaler.scale(loss)
+
+    gains = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(case.steps_each):
+            x, target = batch_of(step * case.steps_each + number, dist.get_rank(replicas), case.chunks)
+            if case.how == "failed":
+                fails_once(pipe, x, target)
+            stepped = {"optimizer": optimizer} if case.how == "stepped" else {}
+            pipe.step(x, target=target, loss_fn=loss_fn, **stepped)
+            if case.how == "evaluated":
+                pipe.evaluate(x, target=target, loss_fn=loss_fn)
+        if case.how == "clipped":
+            pipe.clip_grad_norm_(1e3)
+        if scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif case.how != "stepped":
+            optimizer.step()
+        gains.append(gains_of(optimizer))
+    optimizer.unhook()
+    assert not microbatch_steps_wanted()
+    assert_same_gains(expected_gains(case, num_ranks // 2), gains, GAIN)
 
 
 def words(group: Any = None) -> nn.Sequential:
@@ -269,7 +260,7 @@ def words_loss(model: nn.Module, number: int) -> Tensor:
     return nn.functional.cross_entropy(model(pairs[:, 0]), pairs[:, 1])
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_the_gain_of_divided_stages_is_that_of_one_process() -> None:
     """Each stage is computed by two ranks together, which have the same data."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("partner", "pipe"))
@@ -297,7 +288,7 @@ def by_itself() -> Any:
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_tied_weight_that_one_rank_measures_is_refused_on_all() -> None:
     """The first stage and the last have one weight; the ranks of both raise."""
     pipe = DistributedPipe(layers(Case(tied=True)), balance=[4, 4], chunks=CHUNKS)
@@ -343,7 +334,7 @@ def test_ranks_that_measure_on_other_terms_are_refused(how: str, words: str) -> 
         optimizer.unhook()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_unequal_micro_batches_count_by_their_size() -> None:
     """The gain of seven samples in micro-batches of 2, 2, 2 and 1 is that of their expectations."""
     sizes = [2, 2, 2, 1]
@@ -365,7 +356,7 @@ def test_unequal_micro_batches_count_by_their_size() -> None:
     optimizer.unhook()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_another_number_of_micro_batches_is_refused() -> None:
     """More micro-batches than AdaScale expects, and two steps of the pipeline for one of the optimizer."""
     pipe = DistributedPipe(layers(Case()), "zb_v", balance=[2] * 4, chunks=CHUNKS)

@@ -152,7 +152,7 @@ def weights_of(recording: Recording) -> Recording:
 
 
 @pytest.mark.composition("scale-pipe", "scale-tp")
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_a_divided_weight_of_two_stages_trains_as_one() -> None:
     mesh = two_axes()
     stages = split(Words(mesh.get_group("tensor")), ["block"])

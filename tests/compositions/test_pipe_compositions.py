@@ -242,7 +242,7 @@ def test_a_weight_of_two_stages_with_replicas_trains_as_one(way: str) -> None:
 
 
 @pytest.mark.composition("scale-pipe", "ShardedGradScaler")
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_all_ranks_of_a_pipeline_skip_a_step_together() -> None:
     """Whether steps were taken, where the gradients of one rank overflow in the first: all ranks skip it."""
     mesh = mesh_of_two()

@@ -239,7 +239,7 @@ def compare_whole_state(model: nn.Module, optimizer: torch.optim.Optimizer, axes
             assert torch.equal(fresh.state[mine][key], value), key
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_the_optimizers_state_of_one_rank_is_refused_on_all() -> None:
     """One rank's shard of the optimizer's state is given to all: of those that hold other elements, some share none."""
     data, tensor = two_axes()
@@ -263,7 +263,7 @@ def test_parallel_attention_is_a_unit_like_any_other() -> None:
     assert torch.equal(model(torch.ones(1, 2, 6, dtype=torch.float64)), expected)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_edits_under_two_axes_are_those_of_one_process() -> None:
     """Gradients are edited before the step and parameters after it; both are parts of divided parameters."""
     torch.manual_seed(0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from planned_models import ResNet, Transformer, build
+from rank_values import by_rank
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,7 +18,6 @@ from scale_checkpoint.planner.profile import profile_memory
 from scale_checkpoint.planner.step import measure_step
 from scale_checkpoint.wrapper import is_checkpointed
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 
 STRATEGIES = ("keep", "recompute", "offload")
 
@@ -84,7 +84,7 @@ def test_blocks_may_be_named() -> None:
     agree(model, batch, blocks=["stage1", "stage2.0"])
 
 
-def test_a_step_without_a_gradient_is_refused_and_changes_nothing() -> None:
+def test_a_step_without_gradients_is_refused_changes_nothing() -> None:
     model, batch = build("transformer")
     model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"no parameter of Transformer takes part in the loss"):
@@ -137,7 +137,7 @@ class OnStates(nn.Module):
         return State(state.hidden + self.layers(state.hidden), state.depth + 1)
 
 
-def test_blocks_may_take_and_return_dataclasses_and_a_model_as_well() -> None:
+def test_blocks_and_models_may_use_dataclasses() -> None:
     model = nn.Sequential(*(OnStates() for _ in range(3)))
     batch = State(torch.randn(256, 32))
     assert all(len(segment.costs) > 1 for segment in profile_memory(model, batch, repeats=1).segments[1::2])
@@ -196,17 +196,14 @@ class Exchanging(nn.Module):
         return x + self.down(torch.relu(self.up(x))) * total.tanh()
 
 
-def measured_together() -> tuple[MemoryPlan, list[bool]]:
+@pytest.mark.ranks(2)
+def test_ranks_that_exchange_data_get_the_largest_ones_plan() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Exchanging() for _ in range(3)))
     rows = 4 * (1 + dist.get_rank())  # Rank 1 has twice the batch.
     batch = torch.randn(rows, 8)
     ample = plan_memory(model, batch, 1 << 30, process_group=group_of())
-    return ample, [param.grad is None for param in model.parameters()]
-
-
-def test_ranks_whose_blocks_exchange_data_get_one_plan_for_the_largest_of_them() -> None:
-    (first, untouched), (second, _) = run_ranks(measured_together, 2)
+    (first, untouched), (second, _) = by_rank((ample, [param.grad is None for param in model.parameters()]))
     assert first == second and all(untouched)
     activations = [segment.costs["keep"].kept_bytes for segment in first.profile.segments if segment.is_block]
     assert len(activations) == 3 and min(activations) >= 8 * 16 * 4  # Hidden features of the eight rows of rank 1.

@@ -25,7 +25,8 @@ def meet() -> None:
     exchange([0], group_of())
 
 
-def read_results_before_the_wait() -> None:
+@pytest.mark.ranks(2, backend=BACKEND)
+def test_a_result_is_nan_until_it_is_waited_for() -> None:
     floats, integers = torch.ones(3), torch.ones(3, dtype=torch.int32)
     reductions = [dist.all_reduce(tensor, async_op=True) for tensor in (floats, integers)]
     gathered = torch.zeros(2, dtype=torch.float8_e5m2)
@@ -34,10 +35,6 @@ def read_results_before_the_wait() -> None:
     for work in reductions:
         work.wait()
     assert floats.tolist() == [2.0] * 3 and integers.tolist() == [2] * 3 and gathered.float().tolist() == [0.0] * 2
-
-
-def test_a_result_is_nan_until_it_is_waited_for() -> None:
-    run_ranks(read_results_before_the_wait, 2, backend=BACKEND)
 
 
 def receive_in_another_order_of_tags() -> list[float]:
@@ -55,16 +52,13 @@ def test_messages_match_by_their_order_and_not_by_tags(backend: str, received: l
     assert run_ranks(receive_in_another_order_of_tags, 2, backend=backend)[1] == received
 
 
-def reduce_in_another_order() -> list[float]:
+@pytest.mark.ranks(2, backend=BACKEND)
+def test_ranks_in_different_orders_add_different_tensors() -> None:
     a, b = torch.tensor([1.0, 1.0]), torch.tensor([10.0, 10.0])
     tensors = [a, b] if dist.get_rank() == 0 else [b, a]
     for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
         work.wait()
-    return [a[0].item(), b[0].item()]
-
-
-def test_ranks_in_different_orders_add_different_tensors() -> None:
-    assert run_ranks(reduce_in_another_order, 2, backend=BACKEND) == [[11.0, 11.0]] * 2
+    assert [a[0].item(), b[0].item()] == [11.0, 11.0]
 
 
 def change_the_input(tensor: Tensor, gathered: Tensor) -> None:
@@ -156,7 +150,8 @@ def test_the_process_ends_some_time_after_a_limit(monkeypatch: pytest.MonkeyPatc
     assert any("ending the process, as NCCL's watchdog does" in note for note in caught.value.__notes__)
 
 
-def use_a_group_while_another_waits() -> float:
+@pytest.mark.ranks(2, backend=BACKEND)
+def test_neither_groups_nor_calls_wait_for_late_ranks() -> None:
     """Rank 1 comes late to the default group, after an operation of another one."""
     other, late, early = dist.new_group(), torch.ones(1), torch.ones(1)
     dist.barrier()
@@ -171,25 +166,18 @@ def use_a_group_while_another_waits() -> float:
         meet()
         dist.all_reduce(late)
     assert early.item() == 2.0
-    return late.item()
+    assert late.item() == 2.0
 
 
-def test_groups_do_not_wait_for_each_other_nor_calls_for_late_ranks() -> None:
-    assert run_ranks(use_a_group_while_another_waits, 2, backend=BACKEND) == [2.0, 2.0]
-
-
-def send_to_each_other() -> bool:
+@pytest.mark.ranks(2, backend=BACKEND)
+def test_messages_that_cross_wait_for_each_other() -> None:
     """Both ranks send before they receive, and nobody waits for a send before its receive."""
     peer, received = 1 - dist.get_rank(), torch.zeros(1)
     sent = dist.isend(torch.ones(1), peer)
     work = dist.irecv(received, peer)
     assert sent is not None and work is not None
     meet()
-    return sent.is_completed() or work.is_completed()
-
-
-def test_messages_that_cross_wait_for_each_other() -> None:
-    assert run_ranks(send_to_each_other, 2, backend=BACKEND) == [False, False]
+    assert not (sent.is_completed() or work.is_completed())
 
 
 def make_a_group_with_a_bound_device(new_group: Callable[[list[int]], dist.ProcessGroup]) -> str:
@@ -218,7 +206,7 @@ def new_group_by_scale(ranks: list[int]) -> dist.ProcessGroup:
     return group
 
 
-def test_a_bound_device_makes_a_new_group_wait_for_ranks_outside_of_it() -> None:
+def test_a_bound_device_makes_a_new_group_wait_for_outsiders() -> None:
     error, *_ = run_ranks(with_a_communicator, 3, make_a_group_with_a_bound_device, new_group_by_torch, backend=BACKEND)
     assert error.startswith("the split of the default group's communicator number 2 on all ranks timed out waiting")
 
@@ -231,7 +219,8 @@ def test_groups_of_scale_split_no_communicator_of_a_bound_device() -> None:
     ]
 
 
-def give_back_futures() -> tuple[list[float], list[float]]:
+@pytest.mark.ranks(2, backend=BACKEND)
+def test_callers_in_cpp_get_complete_results() -> None:
     """Two callers in C++: DistributedDataParallel, and a functional collective."""
     tensor = torch.ones(1)
     work = dist.all_reduce(tensor, async_op=True)
@@ -242,11 +231,8 @@ def give_back_futures() -> tuple[list[float], list[float]]:
     module(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
     grad = module.module.weight.grad
     everyone = dist._functional_collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
-    return [value.item(), grad.item()], (everyone + 0).tolist()
-
-
-def test_callers_in_cpp_get_complete_results() -> None:
-    assert run_ranks(give_back_futures, 2, backend=BACKEND) == [([2.0, 0.5], [2.0, 2.0])] * 2
+    assert [value.item(), grad.item()] == [2.0, 0.5]
+    assert (everyone + 0).tolist() == [2.0, 2.0]
 
 
 def use_collectives_of_scale() -> tuple[str, bool, float]:

@@ -53,27 +53,6 @@ def cut(name: str, grad: Tensor, group: Group) -> nn.Parameter:
     return piece_of(name, grad, start, stop, Axis(group, Placement.SHARD))
 
 
-def same_on_all_ranks_whatever_they_hold() -> float:
-    """Mixed: sharded, replicated, frozen, without a gradient on one rank or on all, in half precision."""
-    group, grads = group_of(), whole_grads()
-    sharded = cut("weight", grads["weight"], group)
-    replicated = with_grad(grads["bias"].clone())
-    marked = piece_of("table", grads["table"], 0, 1200, Axis(group, Placement.REPLICATE))
-    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-    nowhere = cut("nowhere", torch.ones(8), group)
-    nowhere.grad = None
-    on_one = cut("on one", torch.full((2 * group.size,), 3.0), group)
-    if group.rank:
-        on_one.grad = None
-    half = cut("half", torch.full((8,), 2.0).bfloat16(), group)
-    found = grad_norm([sharded, replicated, marked, frozen, nowhere, on_one, half])
-    counted = [grads["weight"], grads["bias"], grads["table"], torch.full((2,), 3.0), torch.full((8,), 2.0)]
-    expected = torch.cat([grad.reshape(-1).double() for grad in counted]).norm()
-    assert found.dtype == torch.float32
-    assert units_apart(found, expected) <= 1
-    return found.item()
-
-
 def not_a_number_on_one_rank(bad: float, where: int) -> list[float]:
     group = group_of()
     grad = torch.ones(4)
@@ -107,8 +86,26 @@ def test_norm_and_clipped_gradients_equal_torch_s_on_the_whole(num_ranks: int) -
 
 @pytest.mark.fault(72)
 @pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.ranks("num_ranks")
 def test_every_element_counts_once_whoever_holds_it(num_ranks: int) -> None:
-    assert len(set(run_ranks(same_on_all_ranks_whatever_they_hold, num_ranks))) == 1
+    """Mixed: sharded, replicated, frozen, without a gradient on one rank or on all, in half precision."""
+    group, grads = group_of(), whole_grads()
+    sharded = cut("weight", grads["weight"], group)
+    replicated = with_grad(grads["bias"].clone())
+    marked = piece_of("table", grads["table"], 0, 1200, Axis(group, Placement.REPLICATE))
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    nowhere = cut("nowhere", torch.ones(8), group)
+    nowhere.grad = None
+    on_one = cut("on one", torch.full((2 * group.size,), 3.0), group)
+    if group.rank:
+        on_one.grad = None
+    half = cut("half", torch.full((8,), 2.0).bfloat16(), group)
+    found = grad_norm([sharded, replicated, marked, frozen, nowhere, on_one, half])
+    counted = [grads["weight"], grads["bias"], grads["table"], torch.full((2,), 3.0), torch.full((8,), 2.0)]
+    expected = torch.cat([grad.reshape(-1).double() for grad in counted]).norm()
+    assert found.dtype == torch.float32
+    assert units_apart(found, expected) <= 1
+    assert len(set(by_rank(found.item()))) == 1
 
 
 @pytest.mark.ranks(4)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
+from rank_values import by_rank
 
 from scale_core.comm.group import group_of
 from scale_core.consistency.flight_recorder import next_unique_id
-from scale_core.testing import run_ranks
 
 
-def number_alone_and_together() -> list[int]:
+@pytest.mark.ranks(2)
+def test_the_next_number_is_new_and_the_same_on_all_ranks() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     mine, ours = group_of(alone), group_of(None)
     numbers = [next_unique_id("a thing", mine) for _ in range(3 * dist.get_rank())]
     together = [next_unique_id("a thing", ours), next_unique_id("a thing", ours), next_unique_id("another thing", ours)]
-    return [*numbers, *together, next_unique_id("a thing", mine)]
-
-
-def test_the_next_number_is_new_and_the_same_on_all_ranks() -> None:
-    assert run_ranks(number_alone_and_together, 2) == [[0, 1, 0, 0], [0, 1, 2, 0, 1, 0, 3]]
+    assert by_rank([*numbers, *together, next_unique_id("a thing", mine)]) == [[0, 1, 0, 0], [0, 1, 2, 0, 1, 0, 3]]

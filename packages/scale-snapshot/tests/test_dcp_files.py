@@ -83,22 +83,34 @@ def test_a_file_that_is_missing_or_cut_off_is_refused_by_name(tmp_path):
         read_dcp_folder(tmp_path / "c")
 
 
-def test_a_tensor_larger_than_its_bytes_takes_no_memory(tmp_path):
-    folder = save_dcp({"w": torch.ones(8)}, tmp_path / "c")
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
+def larger_than_its_bytes(metadata):
     entry = metadata.state_dict_metadata["w"]
     entry.size = entry.chunks[0].sizes = torch.Size([1 << 50])
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"w of shape \(\d+,\) torch\.float32 is said to be in \d+ bytes"):
-        read_dcp_folder(folder)
 
 
-def test_chunks_that_leave_a_part_out_are_refused(tmp_path):
+def without_a_chunk(metadata):
+    metadata.state_dict_metadata["w"].size = torch.Size([9])
+
+
+def outside_of_the_folder(metadata):
+    for info in metadata.storage_data.values():
+        info.relative_path = "../other.distcp"
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (larger_than_its_bytes, r"w of shape \(\d+,\) torch\.float32 is said to be in \d+ bytes"),
+        (without_a_chunk, "w: 8 elements in the chunks of a tensor of 9"),
+        (outside_of_the_folder, r"names the file '\.\./other\.distcp', expected one of that folder"),
+    ],
+)
+def test_metadata_that_does_not_fit_is_refused_before_reading(tmp_path, change, words):
     folder = save_dcp({"w": torch.ones(8)}, tmp_path / "c")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    metadata.state_dict_metadata["w"].size = torch.Size([9])
+    change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match="w: 8 elements in the chunks of a tensor of 9"):
+    with pytest.raises(ValueError, match=words):
         read_dcp_folder(folder)
 
 
@@ -111,16 +123,6 @@ def test_a_flipped_bit_of_a_tensor_is_found_by_its_checksum(tmp_path):
     file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     with pytest.raises(ValueError, match=r"distcp from byte 0 on is damaged: the checksum \(CRC32\)"):
         read_dcp_folder(folder)["w"].load()
-
-
-def test_a_file_outside_of_the_folder_is_refused(tmp_path):
-    folder = save_dcp({"w": torch.ones(8)}, tmp_path / "c")
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.relative_path = "../other.distcp"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"names the file '\.\./other\.distcp', expected one of that folder"):
-        read_dcp_folder(folder)
 
 
 def test_an_unfinished_folder_says_so(tmp_path):

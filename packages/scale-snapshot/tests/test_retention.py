@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from rank_values import by_rank
 
 import scale_snapshot.retention
 from scale_core.testing import RankError, run_ranks
@@ -35,13 +36,11 @@ def test_the_newest_stay(tmp_path: Path, keep: int | None, left: list[int]) -> N
     assert names_in(tmp_path) == step_names(*left)
 
 
+@pytest.mark.ranks(2)
 def test_on_ranks_the_first_one_removes(tmp_path: Path) -> None:
-    run_ranks(save_steps_on_ranks, 2, tmp_path)
+    save_steps(tmp_path, 1, 2, 3, keep=2)
+    by_rank(None)  # All have saved.
     assert names_in(tmp_path) == step_names(2, 3)
-
-
-def save_steps_on_ranks(directory: Path) -> None:
-    save_steps(directory, 1, 2, 3, keep=2)
 
 
 def test_what_is_no_complete_older_snapshot_is_never_removed(tmp_path: Path) -> None:

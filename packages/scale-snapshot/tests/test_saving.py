@@ -263,22 +263,19 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def call_with_wrong_arguments(folder: Path) -> list[str]:
+@pytest.mark.ranks(2)
+def test_wrong_arguments_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
     is_wrong = dist.get_rank() == 1
     found = []
     for call in (
-        lambda: save(folder, -1 if is_wrong else 1, {"a": 1}),
-        lambda: async_save(folder, 1, {"a": 1}, keep=0 if is_wrong else 1),
-        lambda: load(folder, {"a": 1}, step=-1 if is_wrong else 1),
+        lambda: save(tmp_path, -1 if is_wrong else 1, {"a": 1}),
+        lambda: async_save(tmp_path, 1, {"a": 1}, keep=0 if is_wrong else 1),
+        lambda: load(tmp_path, {"a": 1}, step=-1 if is_wrong else 1),
     ):
         with pytest.raises(ValueError, match="of at least") as caught:
             call()
         found.append(str(caught.value))
-    return found
-
-
-def test_wrong_arguments_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
-    for messages in zip(*run_ranks(call_with_wrong_arguments, 2, tmp_path), strict=True):
+    for messages in zip(*by_rank(found), strict=True):
         assert all("of at least" in message for message in messages), messages
 
 

@@ -296,22 +296,19 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         save_snapshot(tmp_path / "file" / "run", 1, {"a": torch.ones(1)})
 
 
-def fill_the_disk_of_rank_1(directory: Path) -> tuple[str, int | None]:
-    save_trained(directory)
+@pytest.mark.fault(42)
+@pytest.mark.ranks(2)
+def test_a_full_disk_of_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
+    save_trained(tmp_path)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))
     with pytest.raises(SnapshotError) as caught:
-        save_trained(directory, steps=4)
+        save_trained(tmp_path, steps=4)
     cause = caught.value.__cause__
     assert isinstance(cause, OSError)
     dist.barrier()
-    return str(caught.value), cause.errno
-
-
-@pytest.mark.fault(42)
-def test_a_full_disk_of_one_rank_is_the_same_error_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(fill_the_disk_of_rank_1, 2, tmp_path)
+    first, second = by_rank((str(caught.value), cause.errno))
     assert first == second
     assert "step-00000004 failed on rank 1 of 2: OSError: [Errno 27]" in first[0]
     assert first[1] == errno.EFBIG
@@ -465,21 +462,18 @@ EXTRA: dict[str, Any] = {
 }
 
 
-def save_with_extra(directory: Path) -> tuple[Any, str]:
+@pytest.mark.ranks(2)
+def test_extra_comes_back_as_it_was_or_is_refused_by_its_key(tmp_path: Path) -> None:
     extra = {**EXTRA, "nan": math.nan, "rank": torch.distributed.get_rank()}
-    save(directory, 1, {"a": torch.ones(2)}, extra=extra)
+    save(tmp_path, 1, {"a": torch.ones(2)}, extra=extra)
     with pytest.raises(SnapshotError) as caught:
-        save(directory, 2, {"a": torch.ones(2)}, extra={"of": [1, {"mean": numpy.ones(2)}]})
-    async_save(directory, 3, {"a": torch.ones(2)}, extra=extra).wait()
+        save(tmp_path, 2, {"a": torch.ones(2)}, extra={"of": [1, {"mean": numpy.ones(2)}]})
+    async_save(tmp_path, 3, {"a": torch.ones(2)}, extra=extra).wait()
     for step in (1, 3):
-        loaded = load(directory, {"a": torch.ones(2)}, step=step).extra
+        loaded = load(tmp_path, {"a": torch.ones(2)}, step=step).extra
         assert math.isnan(loaded.pop("nan")) and loaded.pop("rank") == 0
         assert repr(loaded) == repr(EXTRA)
-    return [type(value) for value in loaded.values()], str(caught.value)
-
-
-def test_extra_comes_back_as_it_was_or_is_refused_by_its_key(tmp_path: Path) -> None:
-    for types, refusal in run_ranks(save_with_extra, 2, tmp_path):
+    for types, refusal in by_rank(([type(value) for value in loaded.values()], str(caught.value))):
         assert types == [type(value) for value in EXTRA.values()]
         assert "extra.of.1.mean is a tensor or an array" in refusal and "Save it as an object" in refusal
     assert not (tmp_path / "step-00000002").exists()
@@ -642,20 +636,6 @@ def test_a_snapshot_of_another_model_lists_all_differences(tmp_path: Path) -> No
     assert "optim.embed.weight.exp_avg: the saved shape is (7, 5), expected (7, 6)" in first
 
 
-def save_what_differs(directory: Path, kind: str) -> str:
-    rank = dist.get_rank()
-    states: dict[str, dict[str, Any]] = {
-        "value": {"lr": 0.1 + rank},
-        "dtype": {"a": LocalShard(torch.ones(2).to((torch.half, torch.float)[rank]), (4,), 2 * rank, 2 * rank + 2)},
-        "twice": {"a": LocalShard(torch.ones(3), (4,), rank, rank + 3)},
-        "never": {"a": LocalShard(torch.ones(1), (4,), rank, rank + 1)},
-        "kind": {"a": (torch.ones(1), 1)[rank]},
-    }
-    with pytest.raises(SnapshotError) as caught:
-        save_snapshot(directory, 1, states[kind])
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -666,24 +646,33 @@ def save_what_differs(directory: Path, kind: str) -> str:
         ("never", "key:a invalid fill tensor-volume: 4 chunks-volume: 2"),
     ],
 )
+@pytest.mark.ranks(2)
 def test_ranks_that_contradict_each_other_save_nothing(tmp_path: Path, kind: str, message: str) -> None:
-    for text in run_ranks(save_what_differs, 2, tmp_path, kind):
+    rank = dist.get_rank()
+    states: dict[str, dict[str, Any]] = {
+        "value": {"lr": 0.1 + rank},
+        "dtype": {"a": LocalShard(torch.ones(2).to((torch.half, torch.float)[rank]), (4,), 2 * rank, 2 * rank + 2)},
+        "twice": {"a": LocalShard(torch.ones(3), (4,), rank, rank + 3)},
+        "never": {"a": LocalShard(torch.ones(1), (4,), rank, rank + 1)},
+        "kind": {"a": (torch.ones(1), 1)[rank]},
+    }
+    with pytest.raises(SnapshotError) as caught:
+        save_snapshot(tmp_path, 1, states[kind])
+    for text in by_rank(str(caught.value)):
         # Of overlaps and gaps, torch 2.8 writes the reason to the log, and no word into its error.
         assert message in text or ("key:a" in message and text.endswith(": Failed to validate global plan"))
     assert names_in(tmp_path) == []
 
 
-def save_buffers_that_differ(directory: Path) -> None:
+@pytest.mark.ranks(4)
+def test_full_tensors_are_those_of_the_lowest_rank_with_them(tmp_path: Path) -> None:
     rank = float(dist.get_rank())
     state: dict[str, Any] = {f"model.{name}": torch.full((3,), rank) for name in ("mean", "variance", "last")}
     if rank < 2:
         state["model.first stage"] = state.pop("model.last")
     state["model.shard"] = LocalShard(torch.zeros(4), (4,), 0, 4)  # The same on all ranks: any of them may write it.
-    save_snapshot(directory, 1, state)
-
-
-def test_full_tensors_are_those_of_the_lowest_rank_with_them(tmp_path: Path) -> None:
-    run_ranks(save_buffers_that_differ, 4, tmp_path)
+    save_snapshot(tmp_path, 1, state)
+    by_rank(None)  # All have saved.
     target = {f"model.{name}": torch.full((3,), -1.0) for name in ("mean", "variance", "first stage", "last")}
     load_snapshot(tmp_path, target | {"model.shard": torch.zeros(4)})
     assert [tensor.unique().tolist() for tensor in target.values()] == [[0.0], [0.0], [0.0], [2.0]]

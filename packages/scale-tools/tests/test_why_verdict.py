@@ -65,32 +65,49 @@ def test_a_rank_that_froze_is_named_by_either_source(keep):
     assert found.sentence.startswith("rank 1 never entered the gather of unit 'layers.0' in step 4")
 
 
-def test_a_killed_rank_is_named_by_the_launchers_line_alone():
-    assert (
-        verdict({"out": "rank 2 was killed by SIGKILL; the others are ended\n"}).sentence
-        == "rank 2 was killed by SIGKILL"
-    )
+LOGS = {
+    "the launcher's line": (
+        "out",
+        "rank 2 was killed by SIGKILL; the others are ended\n",
+        "rank 2 was killed by SIGKILL",
+    ),
+    "tagged lines of several ranks": (
+        "all.log",
+        "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: [gloo] Connection closed by peer\n"
+        "[rank1]: Traceback (most recent call last):\n[rank1]: KeyError: 'weight'\n",
+        "rank 1 raised KeyError: 'weight'",
+    ),
+    "an error with a cause": (
+        "rank1.log",
+        "Traceback (most recent call last):\n  File\nOSError: [Errno 28] No space left on device\n\n"
+        "The above exception was the direct cause of the following exception:\n\n"
+        "Traceback (most recent call last):\n  File\nscale_snapshot.SnapshotError: saving step-00000005 failed\n",
+        "rank 1 raised SnapshotError: saving step-00000005 failed",
+    ),
+    "a rank lost in a save": (
+        "rank0.log",
+        "scale_core.ScaleDistributedError: saving runs/step-00000005 failed: exchange with rank 1 failed: it has "
+        "closed the connection, as a process does that ends or times out\nWhat each rank did last:\n"
+        "  rank 0: failed in saving runs/step-00000005 (exchange with rank 1 failed: it has closed the connection)\n"
+        "  rank 1: no flight record: it has exited\n",
+        "rank 1 ended without an error before saving runs/step-00000005, where rank 0 waited for it",
+    ),
+    "the training program's line": (
+        "out",
+        "scale-train, rank 0: lost the other ranks after step 12 (step 13: gather of unit 'blocks.0': all_gather with "
+        "rank 1 failed: no answer within 300 s); go on with --resume scale-runs/lm-1\n",
+        "rank 1 never entered the gather of unit 'blocks.0' in step 13, where rank 0 waited for it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name, text, sentence", LOGS.values(), ids=LOGS)
+def test_one_log_may_be_enough(name, text, sentence):
+    assert verdict({name: text}).sentence == sentence
 
 
 def test_what_each_rank_did_last_comes_with_it():
     assert verdict(texts_of("kill")).details[0].startswith("rank 0: step 4: the end of the pass; then ")
-
-
-def test_tagged_lines_of_several_ranks_in_one_log_are_told_apart():
-    text = (
-        "[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: [gloo] Connection closed by peer\n"
-        "[rank1]: Traceback (most recent call last):\n[rank1]: KeyError: 'weight'\n"
-    )
-    assert verdict({"all.log": text}).sentence == "rank 1 raised KeyError: 'weight'"
-
-
-def test_of_an_error_with_a_cause_the_error_is_said():
-    text = (
-        "Traceback (most recent call last):\n  File\nOSError: [Errno 28] No space left on device\n\n"
-        "The above exception was the direct cause of the following exception:\n\n"
-        "Traceback (most recent call last):\n  File\nscale_snapshot.SnapshotError: saving step-00000005 failed\n"
-    )
-    assert verdict({"rank1.log": text}).sentence == "rank 1 raised SnapshotError: saving step-00000005 failed"
 
 
 def test_logs_that_say_nothing_have_no_verdict():
@@ -111,26 +128,3 @@ def test_logs_that_say_nothing_have_no_verdict():
 )
 def test_a_json_file_of_another_kind_says_nothing(text):
     assert verdict({"rank1.json": text}).kind == "unknown"
-
-
-def test_a_rank_that_was_lost_in_a_save_is_named():
-    text = (
-        "scale_core.ScaleDistributedError: saving runs/step-00000005 failed: exchange with rank 1 failed: it has "
-        "closed the connection, as a process does that ends or times out\nWhat each rank did last:\n"
-        "  rank 0: failed in saving runs/step-00000005 (exchange with rank 1 failed: it has closed the connection)\n"
-        "  rank 1: no flight record: it has exited\n"
-    )
-    found = verdict({"rank0.log": text})
-    assert found.sentence == (
-        "rank 1 ended without an error before saving runs/step-00000005, where rank 0 waited for it"
-    )
-
-
-def test_the_training_programs_own_line_is_enough():
-    text = (
-        "scale-train, rank 0: lost the other ranks after step 12 (step 13: gather of unit 'blocks.0': all_gather with "
-        "rank 1 failed: no answer within 300 s); go on with --resume scale-runs/lm-1\n"
-    )
-    assert verdict({"out": text}).sentence == (
-        "rank 1 never entered the gather of unit 'blocks.0' in step 13, where rank 0 waited for it"
-    )

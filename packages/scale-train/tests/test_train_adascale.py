@@ -169,7 +169,8 @@ def test_what_adascale_keeps_in_groups_is_no_option(text):
     assert keys - plain_keys == {"adascale", "adascale_run"}
 
 
-def measure_beside_a_hook() -> list[str]:
+@pytest.mark.ranks(2)
+def test_a_hook_that_may_change_measured_gradients_is_refused() -> None:
     """The error of a step with a hook that scales a reduced gradient after AdaScale has measured it, and without."""
     model = fully_shard(nn.Linear(3, 2))
     optimizer = AdaScale(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -184,11 +185,7 @@ def measure_beside_a_hook() -> list[str]:
             errors.append(str(error))
         handle.remove()
         optimizer.zero_grad()
-    return errors
-
-
-def test_a_hook_that_may_change_measured_gradients_is_refused() -> None:
-    for refused, without in run_ranks(measure_beside_a_hook, 2):
-        assert "'weight' has a hook of register_post_accumulate_grad_hook()" in refused
-        assert "param.register_hook" not in refused  # Which is refused on shards.
-        assert not without
+    refused, without = errors
+    assert "'weight' has a hook of register_post_accumulate_grad_hook()" in refused
+    assert "param.register_hook" not in refused  # Which is refused on shards.
+    assert not without

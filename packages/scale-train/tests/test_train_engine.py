@@ -1,10 +1,10 @@
 import pytest
 import torch
+from rank_values import by_rank
 from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape, shard_of
-from scale_core.testing import run_ranks
 from scale_oss import ShardedDataParallel
 from scale_train.model.gpt import GPT, ModelConfig
 from scale_train.options import OptimizerOptions, ParallelOptions
@@ -31,7 +31,8 @@ def test_a_world_of_one_needs_no_torch_distributed(parallel):
     assert engine.model is engine.raw_model or isinstance(engine.model, ShardedDataParallel)
 
 
-def decayed_names() -> list[tuple[list[str], bool, bool]]:
+@pytest.mark.ranks(2)
+def test_weight_decay_is_for_matrices_sharded_or_not():
     found = []
     for parallel in ("fsdp", "ddp", "oss", "sharded-ddp"):
         engine = parallelized(parallel, group_of())
@@ -43,11 +44,7 @@ def decayed_names() -> list[tuple[list[str], bool, bool]]:
         sharded = all(shard_of(param) is not None for param in names)
         assert sharded or all(param.shape == full_shape(param) for param in names)
         found.append((decayed, sharded, isinstance(engine.model, DistributedDataParallel)))
-    return found
-
-
-def test_weight_decay_is_for_matrices_sharded_or_not():
-    (by_shards, sharded, _), (whole, _, replicated), *others = run_ranks(decayed_names, 2)[0]
+    (by_shards, sharded, _), (whole, _, replicated), *others = by_rank(found)[0]
     assert by_shards == whole and sharded and replicated
     assert others == [(whole, False, True), (whole, False, False)]
     assert "embedding.weight" in whole and "blocks.0.attention.qkv.weight" in whole

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lm_trainings import changed, options_for, start, train_to
+from rank_values import by_rank
 
 from scale_checkpoint.wrapper import is_checkpointed
 from scale_core.sharded_tensor.tensor import local_tensor
@@ -143,14 +144,13 @@ def test_a_memory_budget_is_measured_by_all_ranks_together(text: Path) -> None:
     assert first == second and any(first)
 
 
-def planned_unevenly(text: Path) -> int:
+@pytest.mark.ranks(2)
+def test_a_memory_budget_is_planned_for_uneven_experts(text: Path) -> None:
     asked = mixture(text, "sharded-ddp", 2, experts=5, checkpoint_activations="budget:1GB")
     layers = start(asked).engine.expert_layers()
-    return sum(local_tensor(param).numel() for layer in layers.values() for param in layer.experts.parameters())
-
-
-def test_a_memory_budget_is_planned_for_uneven_experts(text: Path) -> None:
-    first, second = run_ranks(planned_unevenly, 2, text)
+    first, second = by_rank(
+        sum(local_tensor(param).numel() for layer in layers.values() for param in layer.experts.parameters())
+    )
     assert first * 2 == second * 3
 
 

@@ -58,8 +58,10 @@ def train(parallel: str, rank: int, what: str, *, under_torchrun: bool) -> subpr
 
 
 @pytest.mark.fault(106, techniques=("ddp", "oss"))
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("parallel", ["ddp", "oss"])
+@pytest.mark.parametrize(
+    "parallel, rank",
+    [("ddp", 0), ("oss", 1), *(pytest.param(*case, marks=pytest.mark.soak) for case in (("ddp", 1), ("oss", 0)))],
+)
 def test_an_error_of_one_rank_is_named_by_the_others(parallel, rank):
     ended = train(parallel, rank, "raise", under_torchrun=True)
     other = 1 - rank
@@ -79,7 +81,7 @@ def test_an_error_without_a_text_is_named_by_its_class():
 
 
 @pytest.mark.fault(106, techniques=("ddp", "oss"))
-@pytest.mark.parametrize("parallel", ["ddp", "oss"])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("oss", marks=pytest.mark.soak)])
 def test_a_rank_that_is_killed_is_told_without_a_traceback(parallel):
     ended = train(parallel, 1, "kill", under_torchrun=True)
     assert ended.returncode != 0

@@ -18,6 +18,8 @@ OPTIONS = (
     f"--sample-length 0 --device cpu --steps {STEPS} --out run"
 )
 
+IN_SOAK = pytest.param("--ranks 1", marks=pytest.mark.soak)  # Each case starts a program.
+
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -36,7 +38,7 @@ def ends_well(redirection: str, *arguments: str) -> str:
 
 @pytest.mark.fault(108)
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", ["--ranks 1 --log-format rich", "--ranks 1", "--ranks 2 --log-format json"])
+@pytest.mark.parametrize("arguments", [IN_SOAK, "--ranks 1 --log-format rich", "--ranks 2 --log-format json"])
 def test_a_full_disk_behind_it_is_told_once(arguments):
     said = ends_well("> /dev/full", arguments)
     assert said.count("cannot write to standard output ([Errno 28] No space left on device); training goes on") == 1
@@ -51,7 +53,7 @@ def test_a_reader_that_has_gone_is_told_once():
 
 
 @pytest.mark.fault(108)
-@pytest.mark.parametrize("arguments", ["--ranks 1", "--ranks 1 --log-format json", "--ranks 2"])
+@pytest.mark.parametrize("arguments", [IN_SOAK, "--ranks 1 --log-format json", "--ranks 2"])
 def test_a_standard_output_that_is_closed_changes_nothing(arguments):
     assert "Traceback" not in ends_well(">&-", arguments)
 

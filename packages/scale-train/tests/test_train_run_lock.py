@@ -84,22 +84,17 @@ def test_the_lock_of_a_program_that_was_killed_is_free_at_once():
     assert not Path(FILE).exists()
 
 
-def test_a_program_that_ends_within_seconds_is_waited_for(monkeypatch):
-    monkeypatch.setattr(run_lock, "_PATIENCE_SECONDS", 60.0)
+def test_a_second_program_is_refused_or_waits_for_the_first(monkeypatch):
     process = holder(Path())
+    with pytest.raises(InputError, match=rf"a run writes there \(process {process.pid} on "):
+        RunLock().take(Path())
+    monkeypatch.setattr(run_lock, "_PATIENCE_SECONDS", 60.0)
     ending = threading.Timer(0.5, process.communicate)
     ending.start()
     lock = RunLock()
     assert lock.take(Path())
     lock.release()
     ending.join()
-
-
-def test_two_programs_do_not_lock_one_folder():
-    process = holder(Path())
-    with pytest.raises(InputError, match=rf"a run writes there \(process {process.pid} on "):
-        RunLock().take(Path())
-    process.communicate()
 
 
 def leave_behind(machine: str) -> None:

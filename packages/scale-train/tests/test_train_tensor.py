@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from rank_values import by_rank
 
 from scale_core import ParallelDims
 from scale_core.comm.group import group_of
 from scale_core.shard import full_shape
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_train.model.config import ModelConfig
 from scale_train.model.gpt import GPT
 from scale_train.options import ParallelOptions
@@ -34,7 +35,8 @@ def test_pipelines_take_their_number_of_stages_from_the_schedule() -> None:
     assert parallel_dims(options, 8) == ParallelDims(pp=2, tp=2, ep=2, world_size=8)
 
 
-def _ranks_and_parts() -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int, ...]]]:
+@pytest.mark.ranks(4)
+def test_neighbors_divide_layers_and_the_others_see_other_data() -> None:
     dims = ParallelDims(tp=2)
     torch.manual_seed(0)
     model = GPT(CONFIG)
@@ -47,14 +49,10 @@ def _ranks_and_parts() -> tuple[tuple[int, ...], tuple[int, ...], list[tuple[int
     # One token is a sequence of which a rank has nothing; so is the first step of a text that is generated.
     torch.testing.assert_close(model(tokens[:, :1]), expected[:, :1])
     data, tensor = group_of(dims, "fsdp"), group_of(dims, "tp")
-    return data.ranks, tensor.ranks, [tuple(local_tensor(model.blocks[0].attention.qkv.weight).shape)]
-
-
-def test_neighbors_divide_layers_and_the_others_see_other_data() -> None:
-    by_rank = run_ranks(_ranks_and_parts, 4)
-    assert [data for data, _, _ in by_rank] == [(0, 2), (1, 3)] * 2
-    assert [tensor for _, tensor, _ in by_rank] == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert [shapes for _, _, shapes in by_rank] == [[(24, 12)], [(12, 12)]] * 2  # two heads of three, and one
+    of_ranks = by_rank((data.ranks, tensor.ranks, [tuple(local_tensor(model.blocks[0].attention.qkv.weight).shape)]))
+    assert [data for data, _, _ in of_ranks] == [(0, 2), (1, 3)] * 2
+    assert [tensor for _, tensor, _ in of_ranks] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [shapes for _, _, shapes in of_ranks] == [[(24, 12)], [(12, 12)]] * 2  # two heads of three, and one
 
 
 def test_on_one_rank_a_model_stays_as_it_is() -> None:

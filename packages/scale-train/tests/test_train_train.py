@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from lm_trainings import options_for
+from rank_values import by_rank
 
 from scale_core.comm.group import group_of
 from scale_core.errors import ScaleDistributedError
@@ -110,14 +111,12 @@ def read_another_text_on_rank_1(folder: Path, text: Path) -> str:
     return ""
 
 
-def read_no_text_on_rank_1(folder: Path, text: Path) -> str:
+@pytest.mark.ranks(2)
+def test_what_one_rank_cannot_read_all_ranks_say(text, tmp_path):
+    folder = tmp_path / "run"
     with pytest.raises(InputError) as caught:
         run_here(folder, text if group_of().rank == 0 else text.with_name("nowhere"))
-    return str(caught.value)
-
-
-def test_what_one_rank_cannot_read_all_ranks_say(text, tmp_path):
-    first, second = run_ranks(read_no_text_on_rank_1, 2, tmp_path / "run", text)
+    first, second = by_rank(str(caught.value))
     assert first == second and "nowhere: no such file or folder" in first
 
 

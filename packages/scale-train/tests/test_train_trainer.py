@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lm_trainings import changed, options_for, start
+from rank_values import by_rank
 
 from scale_core.comm.group import Group, group_of
 from scale_core.launch import StopSignal
@@ -177,10 +178,6 @@ def evaluated(parallel: str, group: Group) -> float:
     return loss
 
 
-def evaluated_here(parallel: str) -> float:
-    return evaluated(parallel, group_of())
-
-
 def test_windows_are_spread_evenly_over_all_bytes():
     starts = held_out_starts(num_bytes=101, sequence=10, most_tokens=50)
     assert starts.tolist() == [0, 22, 45, 67, 90]
@@ -196,15 +193,13 @@ def test_the_held_out_loss_is_the_mean_over_the_windows():
 
 
 @pytest.mark.parametrize("ranks, parallel", [(2, "fsdp"), (3, "fsdp"), (2, "ddp")])
+@pytest.mark.ranks("ranks")
 def test_ranks_that_do_not_divide_the_windows_find_the_same(ranks, parallel):
-    by_rank = run_ranks(evaluated_here, ranks, parallel)
-    assert len(set(by_rank)) == 1
-    assert by_rank[0] == pytest.approx(evaluated("none", Group()), rel=1e-6)
+    of_ranks = by_rank(evaluated(parallel, group_of()))
+    assert len(set(of_ranks)) == 1
+    assert of_ranks[0] == pytest.approx(evaluated("none", Group()), rel=1e-6)
 
 
-def sum_of_ranks() -> float:
-    return sum_over_ranks(0.1 + group_of().rank, group_of())
-
-
+@pytest.mark.ranks(3)
 def test_a_sum_over_ranks_has_the_same_bits_on_all():
-    assert run_ranks(sum_of_ranks, 3) == [math.fsum([0.1, 1.1, 2.1])] * 3
+    assert sum_over_ranks(0.1 + group_of().rank, group_of()) == math.fsum([0.1, 1.1, 2.1])

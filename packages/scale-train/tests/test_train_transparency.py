@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lm_trainings import Records, curves, options_for
+from lm_trainings import curves, options_for, start, train_to
 
+from scale_core.comm.group import Group
 from scale_core.testing import run_ranks
 from scale_train.options import Options
 
@@ -23,9 +24,10 @@ def clipped(text: Path, parallel: str, **more: Any) -> Options:
     return options(text, parallel, clip=0.5, optimizer_kernel="fused", **more)
 
 
-def assert_as_plain(text: Path, by_rank: list[list[Records]], loss_rel: float = 1e-4) -> None:
-    (plain,) = curves(clipped(text, "none"))
-    for records in (records for of_rank in by_rank for records in of_rank):
+def assert_as_plain(text: Path, *ways: Options, loss_rel: float = 1e-4) -> None:
+    """Compares what this rank reports with one process."""
+    plain = train_to(start(clipped(text, "none"), Group()))
+    for records in curves(*ways):
         assert records.losses == pytest.approx(plain.losses, rel=loss_rel)
         assert records.norms == pytest.approx(plain.norms, rel=1e-3)
 
@@ -59,10 +61,9 @@ def test_accumulating_without_sending_equals_replicas_that_do_so(text: Path) -> 
     assert [each.losses for each in sharded] == [replicated.losses] * 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_any_number_of_ranks_trains_as_one_plain_process(text: Path, ranks: int) -> None:
-    ways = [clipped(text, parallel, accumulate=2) for parallel in ("fsdp", "ddp", "oss", "sharded-ddp")]
-    assert_as_plain(text, run_ranks(curves, ranks, *ways))
+@pytest.mark.ranks(1, 2, 3)
+def test_any_number_of_ranks_trains_as_one_plain_process(text: Path) -> None:
+    assert_as_plain(text, *(clipped(text, way, accumulate=2) for way in ("fsdp", "ddp", "oss", "sharded-ddp")))
 
 
 @pytest.mark.composition("scale-tp", "OSS")
@@ -77,8 +78,9 @@ def test_any_number_of_ranks_trains_as_one_plain_process(text: Path, ranks: int)
         ("oss", {"overlap_pieces": 1, "checkpoint_activations": "selective"}),
     ],
 )
+@pytest.mark.ranks(4, in_turn=True)
 def test_divided_layers_train_as_one_plain_process(text: Path, parallel: str, more: dict[str, Any]) -> None:
-    assert_as_plain(text, run_ranks(curves, 4, clipped(text, parallel, tensor_parallel=2, **more)))
+    assert_as_plain(text, clipped(text, parallel, tensor_parallel=2, **more))
 
 
 @pytest.mark.composition("context parallel", "scale-fsdp")
@@ -100,8 +102,9 @@ def test_divided_layers_train_as_one_plain_process(text: Path, parallel: str, mo
         ("ddp", {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True}),
     ],
 )
+@pytest.mark.ranks(4, in_turn=True)
 def test_divided_sequences_train_as_one_plain_process(text: Path, parallel: str, more: dict[str, Any]) -> None:
-    assert_as_plain(text, run_ranks(curves, 4, clipped(text, parallel, **more)), loss_rel=1e-5)
+    assert_as_plain(text, clipped(text, parallel, **more), loss_rel=1e-5)
 
 
 def test_bf16_follows_fp32_from_afar(text: Path) -> None:
