@@ -6,6 +6,7 @@ With `in_turn=True` it shares a start of the ranks with others of its file.
 `pytest --hypothesis-seed=7` tries cases of Hypothesis that other runs have not tried.
 """
 
+import gc
 import os
 import random
 import re
@@ -107,7 +108,8 @@ def _skip(items: list[pytest.Item], reason: str) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has the server that ranks are forked from import what the tests have imported."""
+    """Has the server that ranks are forked from import what the tests have imported, and the collector leave it out."""
+    gc.freeze()  # What is imported is left out of each collection, and of each search of all objects.
     testing = sys.modules.get("scale_core.testing.ranks")
     if testing is not None:
         testing.preload(*filter(SHARED.fullmatch, sorted(sys.modules)))

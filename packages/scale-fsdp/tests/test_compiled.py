@@ -19,6 +19,7 @@ from scale_fsdp import fully_shard
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 
 SETTINGS = [("eager", False), ("aot_eager", True)]  # backend, reshard_after_forward
+WAYS = ["wrapped", "in place, before", "in place, after", "around"]
 STEPS = 3
 
 
@@ -59,15 +60,18 @@ def train(way: str, backend: str, reshard: bool) -> None:
     assert_equal(ours, plain)
 
 
-def train_all(*ways: str) -> None:
-    for way in ways:
-        for backend, reshard in SETTINGS:
-            train(way, backend, reshard)
-
-
 @pytest.mark.ranks(2)
 def test_compiled_blocks_train_as_plain_ones() -> None:
-    train_all("wrapped")
+    for number, way in enumerate(WAYS):
+        train(way, *SETTINGS[number % 2])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(2)
+def test_compiled_blocks_train_as_plain_ones_in_each_setting(way: str) -> None:
+    for backend, reshard in SETTINGS:
+        train(way, backend, reshard)
 
 
 @together("way", ["wrapped", "in place, before"])
@@ -95,11 +99,6 @@ def test_blocks_compiled_in_place_keep_their_names(way: str) -> None:
     model = compiled(way, "eager", reshard=True)
     assert list(model.state_dict()) == list(Net().state_dict())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in Net().named_parameters()]
-
-
-@pytest.mark.ranks(2)
-def test_blocks_compiled_in_place_train_as_plain_ones() -> None:
-    train_all("in place, before", "in place, after", "around")
 
 
 @pytest.mark.soak

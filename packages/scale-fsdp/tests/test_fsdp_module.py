@@ -184,43 +184,39 @@ def chosen() -> Chosen:
     return Chosen(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
-def freeze_what_waits(what: str, when: str, kwargs: dict[str, object]) -> None:
-    """What has a gradient from under `no_sync` is frozen; as in plain PyTorch, it keeps that for the step."""
-    rank, world = group_of().rank, group_of().size
-    plain = chosen()
-    replicas = [copy.deepcopy(plain) for _ in range(world)]
-    units = [""] if kwargs else ["0", "2", ""]
-    model = sharded(plain, units, **kwargs)
-    for number, each in [*enumerate(replicas), (rank, model)]:
-        used = number if "one rank" in what else 0
-        with getattr(each, "no_sync", contextlib.nullcontext)():
-            each(noise(2, 5, seed=number), used).square().sum().backward()
-        if when == "between passes":
-            FREEZE[what](each)
-        loss = each(noise(2, 5, seed=10 + number), used).square().sum()
-        if when == "in a pass":
-            FREEZE[what](each)
-        loss.backward()
-    for param, *of_ranks in zip(*(each.parameters() for each in (plain, *replicas)), strict=True):
-        grads = [other.grad for other in of_ranks]
-        if any(grad is not None for grad in grads):
-            param.grad = sum(torch.zeros_like(param) if grad is None else grad for grad in grads) / world
-    assert_same_grads(model, plain)
-    for each in (model, plain):
-        torch.optim.AdamW(each.parameters(), lr=0.1).step()
-    assert_equal(model, plain)
-    for each in (model, plain):
-        each.zero_grad()
-        each.requires_grad_(True)
-        each(noise(2, 5, seed=3)).square().sum().backward()
-    assert_same_grads(model, plain)
-
-
 @pytest.mark.ranks(1, 2)
 def test_what_is_frozen_keeps_the_gradient_that_waits():
-    ways = itertools.product(FREEZE, ("between passes", "in a pass"), ({}, {"reshard_after_forward": False}))
-    for way in ways:
-        freeze_what_waits(*way)
+    """What has a gradient from under `no_sync` is frozen; as in plain PyTorch, it keeps that for the step."""
+    times, options = ("between passes", "in a pass"), ({}, {"reshard_after_forward": False})
+    for what, when, kwargs in itertools.product(FREEZE, times, options):
+        rank, world = group_of().rank, group_of().size
+        plain = chosen()
+        replicas = [copy.deepcopy(plain) for _ in range(world)]
+        units = [""] if kwargs else ["0", "2", ""]
+        model = sharded(plain, units, **kwargs)
+        for number, each in [*enumerate(replicas), (rank, model)]:
+            used = number if "one rank" in what else 0
+            with getattr(each, "no_sync", contextlib.nullcontext)():
+                each(noise(2, 5, seed=number), used).square().sum().backward()
+            if when == "between passes":
+                FREEZE[what](each)
+            loss = each(noise(2, 5, seed=10 + number), used).square().sum()
+            if when == "in a pass":
+                FREEZE[what](each)
+            loss.backward()
+        for param, *of_ranks in zip(*(each.parameters() for each in (plain, *replicas)), strict=True):
+            grads = [other.grad for other in of_ranks]
+            if any(grad is not None for grad in grads):
+                param.grad = sum(torch.zeros_like(param) if grad is None else grad for grad in grads) / world
+        assert_same_grads(model, plain)
+        for each in (model, plain):
+            torch.optim.AdamW(each.parameters(), lr=0.1).step()
+        assert_equal(model, plain)
+        for each in (model, plain):
+            each.zero_grad()
+            each.requires_grad_(True)
+            each(noise(2, 5, seed=3)).square().sum().backward()
+        assert_same_grads(model, plain)
 
 
 @pytest.mark.ranks(2)

@@ -185,7 +185,7 @@ def test_a_rank_without_memory_sends_zeros_and_raises_in_wait(number: int, faili
 
 
 @pytest.mark.simulation
-@pytest.mark.parametrize(("name", "world"), [("int8", 2), ("int4", 64)])
+@pytest.mark.parametrize(("name", "world"), [("int8", 2), ("int4", 16)])
 def test_the_bytes_are_those_of_the_formula(name: Any, world: int) -> None:
     block_format, numel = BlockFormat(name), 1000
     with simulate(rank=1, world_size=world) as simulation:

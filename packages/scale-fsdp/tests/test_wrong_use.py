@@ -1,7 +1,5 @@
 """Wrong use gets an error that says what was expected, what came, and what to write instead."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,13 +210,6 @@ def test_dtensors_over_the_same_ranks_are_refused():
     fully_shard(model[0], mesh)  # The layer beside it.
     model(noise(2, 2)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
-
-
-def test_copies_of_a_plain_model_are_sharded_by_themselves():
-    plain = nn.Sequential(nn.Linear(2, 2))
-    first, second = (fully_shard(copy.deepcopy(plain)) for _ in range(2))
-    first(noise(1, 2)).sum().backward()
-    assert all(param.grad is None for param in second.parameters())
 
 
 @pytest.mark.ranks(2)
