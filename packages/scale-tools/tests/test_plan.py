@@ -111,11 +111,12 @@ def test_a_pipelines_time_is_its_schedule_with_simulated_stages(shards: bool) ->
     found, waiting = (found_for("pipe", 2, options, shards_stages=shards) for options in (wide, slow))
     assert found.problem == "" and found.seconds is not None and waiting.seconds is not None
     assert judge(planned_model(wide), found, wide).seconds == found.seconds
-    # A rank sends an activation, or a gradient, for each of four micro-batches; the last one waits for a way of two.
+    # A rank sends an activation, or a gradient, for each of four micro-batches, and the first one is not hidden.
     sent = waiting.bytes_sent["send"] / (slow.link * 1e9)
     others = (sum(waiting.bytes_sent.values()) - waiting.bytes_sent["send"]) / (slow.link * 1e9)
-    least = (1 if shards else others) + sent * 5 / 4
-    assert least <= waiting.seconds <= (2 * sent + others) * 1.01 + found.seconds
+    # The average follows the last backward. Gathers are inside of computations: a rank that waits has none to hide.
+    least, most = (others / 2, others * 5 / 4) if shards else (others * 0.99, others)
+    assert least + sent * 5 / 4 <= waiting.seconds <= (2 * sent + most) * 1.01 + found.seconds
 
 
 @pytest.mark.simulation

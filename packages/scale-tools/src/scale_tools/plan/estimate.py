@@ -158,10 +158,10 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         if isinstance(optimizer, OSS):
             updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // dims.size("loss")
         estimate = _read(strategy, simulation, operators, updated, dims, replica.offloaded_bytes)
-    return replace(estimate, seconds=_replica_seconds(planned, strategy, options))
+    return replace(estimate, seconds=replica_seconds(planned, strategy, options))
 
 
-def _replica_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float | None:
+def replica_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float | None:
     """The time of the third step on simulated streams; None where the model does not run there."""
     asked, rates = strategy.parallel_options(options.precision), rates_of(options, strategy.ranks)
     try:
