@@ -52,9 +52,9 @@ from torch.distributed.tensor.parallel import (
 
 from scale_core.comm.collectives import exchange
 from scale_tp import comm as moves
-from scale_tp import mappings as copies
 from scale_tp.async_tp import chunks as pieces
 from scale_tp.conversion.parallelize import parallelize
+from scale_tp.layers import linear_ops as copies
 
 HEADS, KEY_VALUE_HEADS = 8, 4
 WARM_UP = 3

@@ -18,8 +18,7 @@ from scale_adascale.measurement.local_grad_norms import (
     has_later_hook,
     has_post_accumulate_hook,
 )
-from scale_adascale.squared_norms import inner_product, part_of, sum_of_squares
-from scale_adascale.squared_norms import NormAccumulator, sum_of_squares
+from scale_adascale.squared_norms import NormAccumulator, inner_product, part_of, sum_of_squares
 from scale_core.comm.group import Group
 from scale_core.hooks.gradients import has_local_grad_hooks
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted, register_pipeline

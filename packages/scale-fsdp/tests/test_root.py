@@ -6,9 +6,9 @@ from fsdp_parity import noise, sharded
 from together import together
 from torch import nn
 
+from scale_check.exact import assert_equal
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.live_buffers import live_buffers
-from scale_check.exact import assert_equal
 from scale_fsdp.runtime.unit import units_in
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from scale_core.comm.group import Group, group_of
 from scale_tp.attention_heads import ATTENTION_RULES, AttentionRule, find_heads
-from scale_tp.mappings import reduce_grads_of_copies
+from scale_tp.layers.linear_ops import reduce_grads_of_copies
 from scale_tp.split import Split, split_heads
 
 

@@ -13,7 +13,7 @@ from with_options import with_options
 import scale_tp
 from scale_core.comm.group import Group, group_of
 from scale_core.errors import TransferError
-from scale_tp import ColumnParallelLinear, LayerOptions, RowParallelLinear, mappings, megatron, sequence_lengths
+from scale_tp import ColumnParallelLinear, LayerOptions, RowParallelLinear, comm, megatron, sequence_lengths
 from scale_tp.sequence_lengths import is_ambiguous, record_lengths, shard_lengths
 from scale_tp.split import even_sizes
 
@@ -115,7 +115,7 @@ def test_a_rank_that_gathers_alone_learns_why(monkeypatch: pytest.MonkeyPatch) -
     def unanswered(*_: object) -> None:
         raise TransferError("all_gather", 1, "timed out")
 
-    monkeypatch.setattr(mappings, "all_gather_along", unanswered)
+    monkeypatch.setattr(comm, "all_gather_along", unanswered)
     ranks: Any = Group(0, 2, Handle(), "gloo", (0, 1))  # type: ignore[arg-type]
     record_lengths(ranks, (3, 2))
     with pytest.raises(TransferError) as raised:

@@ -15,8 +15,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
-from scale_tp import ParallelLayerNorm, ParallelRMSNorm, RowParallelLinear
-from scale_tp import mappings as regions_module
+from scale_tp import ParallelLayerNorm, ParallelRMSNorm, RowParallelLinear, comm
 from scale_tp.layers.norm import register_grad_all_reduce
 from scale_tp.megatron import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from scale_tp.split import Split
@@ -130,8 +129,8 @@ def test_gradients_are_summed_once_and_in_one_message() -> None:
         ValueError, match="got a RowParallelLinear that is divided between them, and sums what has to be"
     ):
         register_grad_all_reduce(RowParallelLinear(3, 3, process_group=group), group)
-    norm, sum_over = ParallelLayerNorm(3, process_group=group), regions_module.all_reduce_sum
-    with mock.patch.object(regions_module, "all_reduce_sum", wraps=sum_over) as sums:
+    norm, sum_over = ParallelLayerNorm(3, process_group=group), comm.all_reduce_sum
+    with mock.patch.object(comm, "all_reduce_sum", wraps=sum_over) as sums:
         norm(torch.randn(2, 3)).sum().backward()
     assert [call.args[0].numel() for call in sums.call_args_list] == [6]
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils import _pytree as pytree
 
 from scale_check import noise
+from scale_check.batches import converted_batches, part_of
 from scale_check.comparison import ParityVerdict, Report, compare
 from scale_check.recording import Key, Phase, Recorder, Recording
 from scale_check.summary import float_values
@@ -85,9 +85,7 @@ class ParityProgram:
         torch.manual_seed(self.seed)  # A wrapper or an optimizer may have drawn.
         with recorder.hooks():
             for batch in self.batches:
-                local_batch = (
-                    batch if self.data == "all" else pytree.tree_map(lambda leaf: _part(leaf, rank, num_ranks), batch)
-                )
+                local_batch = batch if self.data == "all" else part_of(batch, rank, num_ranks)
                 loss = self.step(model, optimizer, local_batch)
                 if loss is not None:
                     recorder.add_loss(loss)
@@ -98,6 +96,13 @@ class ParityProgram:
         """Trains the wrapped model on a rank of the default group."""
         rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         return self.run(self.wrap, rank, num_ranks)
+
+    def run_wrapped(self, num_ranks: int, limit_seconds: float) -> Sequence[Recording]:
+        """Trains the wrapped model on ranks that it starts, or in this process if one is enough."""
+        if num_ranks > 1:
+            return run_ranks(self.run_on_rank, num_ranks, limit_seconds=limit_seconds)
+        with torch.random.fork_rng(devices=[]):
+            return [self.run(self.wrap, 0, 1)]
 
     def measure(self) -> tuple[Recording, Mapping[Key, float]]:
         """Trains the plain model in this process; returns what it computes, and the rounding of each tensor."""
@@ -161,48 +166,13 @@ def parity(
 
     See also: [the guide to comparing with one process](../guides/check.md).
     """
-    converted = tuple(pytree.tree_map(lambda leaf: _converted(leaf, dtype), batch) for batch in batches)
-    _check_divides(converted, ranks if data == "split" else 1)
-    program = ParityProgram(build, step, wrap, optimizer, converted, data, dtype, seed)
+    checked_batches = converted_batches(batches, dtype, num_parts=ranks if data == "split" else 1)
+    program = ParityProgram(build, step, wrap, optimizer, checked_batches, data, dtype, seed)
     plain, rounding = program.measure()
-    if ranks == 1:
-        with torch.random.fork_rng(devices=[]):
-            recordings = [program.run(wrap, 0, 1)]
-    else:
-        recordings = run_ranks(program.run_on_rank, ranks, limit_seconds=limit_seconds)
-    report = compare(plain, recordings, rounding)
+    report = compare(plain, program.run_wrapped(ranks, limit_seconds), rounding)
     if report.verdict is ParityVerdict.BUG:
         raise ParityError(report)
     return report
-
-
-def _part(leaf: Any, rank: int, num_ranks: int) -> Any:
-    return leaf.chunk(num_ranks)[rank] if isinstance(leaf, Tensor) and leaf.ndim else leaf
-
-
-def _converted(leaf: Any, dtype: torch.dtype | None) -> Any:
-    return leaf.to(dtype) if dtype is not None and isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-def _check_divides(batches: tuple[Any, ...], ranks: int) -> None:
-    for batch in batches:
-        leaves = pytree.tree_leaves(batch)
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor | int | float | str | bytes | None):
-                raise ValueError(
-                    f"parity: expected batches of tensors in lists, tuples and dicts, got a {type(leaf).__name__}, "
-                    "which can't be divided between the ranks: pass its tensors, and build it in step"
-                )
-        if ranks > 1 and not any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves):
-            raise ValueError(
-                "parity: expected tensors of samples in each batch, got none, so there is nothing to divide"
-            )
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % ranks:
-                raise ValueError(
-                    f"parity: expected samples that {ranks} ranks divide evenly, got a batch with a tensor of shape "
-                    f"{tuple(leaf.shape)}: take a multiple of {ranks}, or data='all'"
-                )
 
 
 def _check_repeats(plain: Recording, again: Recording) -> None:

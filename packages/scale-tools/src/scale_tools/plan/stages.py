@@ -176,7 +176,7 @@ def step_of_stage(
     return step
 
 
-class StageTimes(NamedTuple):
+class PlannedStageTimes(NamedTuple):
     """Seconds of a rank: of a micro-batch, of what it sends for one, and from the last backward to the next step."""
 
     forward: float
@@ -195,13 +195,13 @@ def pipeline_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOpt
     return schedule_seconds(schedule_of(strategy), [by_rank[rank] for rank in ranks])
 
 
-def schedule_seconds(schedule: Schedule, times: Sequence[StageTimes]) -> float:
+def schedule_seconds(schedule: Schedule, times: Sequence[PlannedStageTimes]) -> float:
     """The time of a step, of one stage on each rank; messages pass while their ranks compute.
 
     Here the last rank is done first, but has more to do after its last backward:
 
         >>> from scale_pipe.schedules.classic import one_f_one_b
-        >>> first, last = StageTimes(1.0, 2.0, 0.0, after=1.0), StageTimes(1.0, 2.0, 0.0, after=9.0)
+        >>> first, last = PlannedStageTimes(1.0, 2.0, 0.0, after=1.0), PlannedStageTimes(1.0, 2.0, 0.0, after=9.0)
         >>> schedule_seconds(one_f_one_b(2, 2), [first, first]), schedule_seconds(one_f_one_b(2, 2), [first, last])
         (10.0, 16.0)
     """
@@ -214,7 +214,7 @@ def schedule_seconds(schedule: Schedule, times: Sequence[StageTimes]) -> float:
     return max(end + each.after for end, each in zip(ends, times, strict=True))
 
 
-def time_stage(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> StageTimes:
+def time_stage(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> PlannedStageTimes:
     """Runs two steps of a stage on simulated streams, and times the second: units are prefetched from then on."""
     chunks = min(strategy.chunks, _TIMED_MICRO_BATCHES)
     options = replace(options, batch=options.batch // strategy.chunks * chunks)
@@ -250,4 +250,4 @@ def time_stage(planned: PlannedModel, strategy: Strategy, options: PlanOptions, 
     forward, backward = (statistics.median(seconds[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD))
     # Units that are gathered first, and gradients that are reduced last, come once in a step.
     once = sum(map(sum, seconds.values())) - len(seconds[Kind.FORWARD]) * (forward + backward)
-    return StageTimes(forward, backward, send, remaining + once)
+    return PlannedStageTimes(forward, backward, send, remaining + once)
