@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from scale_adascale import AdaScale
 from scale_check.comparison import BUG_RATIO, ParityVerdict, Report, compare
-from scale_check.fuzz.pool import run_in_turn
 from scale_check.recording import Key, Phase, Recording, full_value, gradient_of, plain_name
 from scale_core.comm.group import Group, group_of
 from scale_moe import MoE
@@ -273,25 +270,6 @@ def _largest(tensor: Tensor) -> float:
     finite = tensor.double()[tensor.isfinite()] if tensor.ndim else tensor.double().view(1)
     largest = float(finite.abs().max()) if finite.numel() else 0.0
     return largest if math.isfinite(largest) and largest > 0 else 1.0
-
-
-def outcomes(call: Callable[[str, Path], T], names: Iterable[str], num_ranks: int) -> Any:
-    """Returns a fixture, a function that gives of a name what `call(name, folder)` has returned on each rank.
-
-    Ranks are started once for all names of a file. A name whose call has raised fails the test that asks for it.
-    """
-
-    @pytest.fixture(scope="module")
-    def results_of() -> Callable[[str], Sequence[T]]:
-        by_name = {outcome.program: outcome for outcome in run_in_turn(call, list(names), num_ranks)}
-
-        def results(name: str) -> Sequence[T]:
-            assert not by_name[name].failure, by_name[name].failure
-            return by_name[name].results
-
-        return results
-
-    return results_of
 
 
 def gains_of_one_process(

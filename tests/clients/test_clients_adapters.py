@@ -8,12 +8,12 @@ import pytest
 import torch
 from client_models import build, language_step, sharded, tokens
 from peft import LoraConfig, get_peft_model
+from rank_values import by_rank
 from torch import Tensor, nn
 from trainings import train_beside
 
 from scale_core.flat.live_buffers import live_buffers
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import run_ranks
 from scale_fsdp import describe
 
 RANK = 2
@@ -56,8 +56,10 @@ def by_peft() -> nn.Module:
 WAYS = {"by hand": by_hand, "by peft": by_peft}
 
 
-def train(way: str) -> int:
-    """Trains beside the plain model, and looks at what a rank keeps; returns how many elements train here."""
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(2, in_turn=True)
+def test_adapters_train_and_only_they_take_more_than_their_shard(way: str) -> None:
+    """Trains beside the plain model, and looks at what a rank keeps."""
     plain = WAYS[way]()
     model = sharded(plain)
     # With every parameter, as most programs build it; frozen ones have no gradient.
@@ -79,16 +81,12 @@ def train(way: str) -> int:
     frozen = [buffer for unit in description.units for buffer in unit.buffers if not buffer.trains]
     assert sum(buffer.num_elements for buffer in frozen) > 50 * ELEMENTS // 2
     assert not any(buffer.trained_bytes for buffer in frozen)
-    return trained
+    assert sum(by_rank(trained)) == 2 * ELEMENTS
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_adapters_train_and_only_they_take_more_than_their_shard(way: str) -> None:
-    assert sum(run_ranks(train, 2, way)) == 2 * ELEMENTS
-
-
+@pytest.mark.ranks(2, in_turn=True)
 @torch.no_grad()
-def merge() -> None:
+def test_adapters_are_merged_inside_summon_full_params() -> None:
     """Adapters are left out of a forward, and merged into the full parameters."""
     plain = by_peft().eval()
     model, ids = sharded(plain), tokens(0)
@@ -98,7 +96,3 @@ def merge() -> None:
         model.merge_adapter()
     plain.merge_adapter()
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
-
-
-def test_adapters_are_merged_inside_summon_full_params() -> None:
-    run_ranks(merge, 2)

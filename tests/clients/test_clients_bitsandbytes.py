@@ -51,14 +51,12 @@ WEIGHTS: dict[str, tuple[Callable[[nn.Linear], nn.Module], torch.dtype]] = {
 }
 
 
-def train_with_adapters(name: str, folder: str) -> None:
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.ranks(2)
+def test_adapters_on_sharded_quantized_weights_train(name: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     make, dtype = WEIGHTS[name]
     train_adapters(lambda: replaced(make), dtype, folder)
-
-
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_adapters_on_sharded_quantized_weights_train(name: str, tmp_path: Path) -> None:
-    run_ranks(train_with_adapters, 2, name, str(tmp_path))
 
 
 def step_and_save(name: str, folder: str) -> None:

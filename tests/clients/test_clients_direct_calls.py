@@ -49,7 +49,9 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
 }
 
 
-def call_directly(how: str) -> None:
+@pytest.mark.parametrize("how", REFUSED)
+@pytest.mark.ranks(2)
+def test_what_would_use_shards_is_refused_by_name(how: str) -> None:
     """After the error the model still trains, unless it holds what is refused."""
     call, name, words = REFUSED[how]
     model = sharded(build(name))
@@ -58,11 +60,6 @@ def call_directly(how: str) -> None:
     if how != "new head":
         model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
         assert all(param.grad is not None for param in model.parameters())
-
-
-@pytest.mark.parametrize("how", REFUSED)
-def test_what_would_use_shards_is_refused_by_name(how: str) -> None:
-    run_ranks(call_directly, 2, how)
 
 
 @torch.no_grad()
@@ -121,15 +118,13 @@ def test_the_ways_that_the_errors_name_are_right(use: Callable[[], None]) -> Non
     run_ranks(use, 2)
 
 
-def save_and_load(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_a_sharded_model_is_saved_and_loaded(tmp_path: Path) -> None:
     """`save_pretrained` of a sharded model gathers on all ranks and writes on one."""
+    folder = str(tmp_path)
     plain = build("llama tied")
     sharded(plain).save_pretrained(folder)
     torch.distributed.barrier()
     loaded = type(plain).from_pretrained(folder)
     for model in (loaded, sharded(loaded)):
         assert_parity(recorded([0.0], plain.state_dict()), [recorded([0.0], model.state_dict())], rel=0.0)
-
-
-def test_a_sharded_model_is_saved_and_loaded(tmp_path: Path) -> None:
-    run_ranks(save_and_load, 2, str(tmp_path))

@@ -7,7 +7,6 @@ import torch
 from client_models import build, sharded, tokens
 from torch import Tensor, nn
 
-from scale_core.testing import run_ranks
 from scale_fsdp import describe, register_fsdp_forward_method
 
 NEW = 6
@@ -21,7 +20,12 @@ def generate(model: nn.Module, prompt: Tensor, how: str) -> Tensor:
         return model.generate(prompt, **arguments)
 
 
-def generate_between_steps(name: str, registers: bool) -> None:
+@pytest.mark.parametrize(
+    "name, registers",
+    [("llama", False), ("gpt2", False), ("llama tied", True), ("gpt2", True), ("t5", True), ("mixtral", True)],
+)
+@pytest.mark.ranks(2)
+def test_the_tokens_are_those_of_one_process(name: str, registers: bool) -> None:
     plain = build(name)
     model = sharded(plain)
     if registers:
@@ -37,21 +41,10 @@ def generate_between_steps(name: str, registers: bool) -> None:
     assert describe(model).gathered_at_most > 0
 
 
-@pytest.mark.parametrize(
-    "name, registers",
-    [("llama", False), ("gpt2", False), ("llama tied", True), ("gpt2", True), ("t5", True), ("mixtral", True)],
-)
-def test_the_tokens_are_those_of_one_process(name: str, registers: bool) -> None:
-    run_ranks(generate_between_steps, 2, name, registers)
-
-
-def generate_without_registering() -> None:
+@pytest.mark.ranks(2)
+def test_a_generation_past_the_forward_says_what_to_register() -> None:
     """T5's `generate` runs the encoder past the model's forward."""
     model = sharded(build("t5").eval())
     with pytest.raises(RuntimeError, match="a Embedding of the root unit was called outside of the unit's") as caught:
         generate(model, tokens(1), "greedy")
     assert "register_fsdp_forward_method(model, 'the method')" in str(caught.value)
-
-
-def test_a_generation_past_the_forward_says_what_to_register() -> None:
-    run_ranks(generate_without_registering, 2)

@@ -7,6 +7,7 @@ from typing import Any
 import client_models as models
 import pytest
 import torch
+from rank_values import by_rank
 from torch import Tensor, nn
 
 from scale_core.testing import run_ranks
@@ -151,7 +152,12 @@ def test_an_encoder_and_a_decoder_are_cut() -> None:
         assert torch.equal(run(in_turn(split(model, cuts))), expected)
 
 
-def train_over_ranks() -> tuple[list[float], dict[str, Tensor]]:
+def loss_of(output: Any, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
+
+
+@pytest.mark.ranks(2)
+def test_stages_train_as_the_model_with_its_tied_embedding() -> None:
     torch.manual_seed(0)
     model = models.gpt2()
     stages = split(model, ["transformer.h.1"], pass_on=[])
@@ -163,15 +169,7 @@ def train_over_ranks() -> tuple[list[float], dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, pipe.state_dict(full=True)
-
-
-def loss_of(output: Any, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten())
-
-
-def test_stages_train_as_the_model_with_its_tied_embedding() -> None:
-    (losses, state), (other_losses, _) = run_ranks(train_over_ranks, 2)
+    (losses, state), (other_losses, _) = by_rank((losses, pipe.state_dict(full=True)))
     torch.manual_seed(0)
     model = models.gpt2()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from trainings import mean_gradients, outcomes
+from trainings import mean_gradients
 
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
-from scale_core.testing import faults, run_ranks
+from scale_core.testing import faults
 
 pytestmark = [
     # The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
@@ -149,20 +149,22 @@ def run_block(title: str, folder: Path) -> None:
     (CASES | COMPILED)[title](str(folder))
 
 
-on_two_ranks = outcomes(run_block, [title for title in CASES if not is_missing(title)], 2)
+def skipped_if_missing(title: str) -> Any:
+    reason = f"{NEEDS.get(title)} is not installed"
+    return pytest.param(title, marks=pytest.mark.skip(reason)) if is_missing(title) else title
 
 
-@pytest.mark.parametrize("title", CASES)
-def test_a_block_of_the_guide_does_what_it_says(title: str, on_two_ranks: Callable[[str], Sequence[None]]) -> None:
-    if is_missing(title):
-        pytest.skip(f"{NEEDS[title]} is not installed")
-    on_two_ranks(title)
+@pytest.mark.parametrize("title", [skipped_if_missing(title) for title in CASES])
+@pytest.mark.ranks(2, in_turn=True)
+def test_a_block_of_the_guide_does_what_it_says(title: str, tmp_path: Path) -> None:
+    run_block(title, tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("title", COMPILED)
+@pytest.mark.ranks(2)
 def test_a_block_that_compiles_does_what_it_says(title: str, tmp_path: Path) -> None:
-    run_ranks(run_block, 2, title, tmp_path)
+    run_block(title, tmp_path)
 
 
 def test_every_block_of_the_guide_is_run() -> None:

@@ -38,7 +38,9 @@ def quantised() -> nn.Module:
     return model
 
 
-def train_and_refuse(folder: str) -> None:
+@pytest.mark.ranks(2)
+def test_adapters_train_beside_quantized_weights_that_stay_whole(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model = with_adapters(quantised())
     with pytest.raises(
         TypeError,
@@ -48,10 +50,6 @@ def train_and_refuse(folder: str) -> None:
     train_adapters(quantised, None, folder, ignored=True)
 
 
-def test_adapters_train_beside_quantized_weights_that_stay_whole(tmp_path: Path) -> None:
-    run_ranks(train_and_refuse, 2, str(tmp_path))
-
-
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     import torchao.optim
 
@@ -59,7 +57,10 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return found
 
 
-def step_and_save(name: str, folder: str) -> None:
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"])
+@pytest.mark.ranks(2)
+def test_optimizers_of_few_bits_step_on_shards(name: str, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     torch.compiler.set_stance("force_eager")  # They compile their step, which takes the C++ compiler a minute each.
     cls, in_bf16 = optimizer_class(name), name == "_AdamW"
     make: Callable[..., Any] = functools.partial(cls, lr=0.01)
@@ -72,11 +73,6 @@ def step_and_save(name: str, folder: str) -> None:
     if name == "AdamW8bit":
         with pytest.raises(ValueError, match=r"optimizer state 0.weight.exp_avg is a OptimState8bit.*several tensors"):
             low_bit.is_saved_and_goes_on(make, folder)
-
-
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8", "_AdamW"])
-def test_optimizers_of_few_bits_step_on_shards(name: str, tmp_path: Path) -> None:
-    run_ranks(step_and_save, 2, name, str(tmp_path))
 
 
 class Layers(nn.Module):
@@ -159,7 +155,8 @@ def test_fp8_weights_on_one_rank_are_as_torchao_makes_them() -> None:
     train_float8(*FLOAT8["as it is"])
 
 
-def gather_in_fp8_beside_int8() -> None:
+@pytest.mark.ranks(2)
+def test_fp8_weights_are_gathered_in_fp8_beside_others_in_int8() -> None:
     model = float8_layers(gathered=True)
     fully_shard(model, options=ShardOptions(communication=CommunicationPolicy(gather="int8")))
     buffers = {buffer.names[0]: buffer for unit in units_in(model) for buffer in unit.buffers}
@@ -169,10 +166,6 @@ def gather_in_fp8_beside_int8() -> None:
         on_meta = float8_layers(gathered=True)
     with pytest.raises(ValueError, match="an fp8 weight of torchao on the meta device"):
         fully_shard(on_meta)
-
-
-def test_fp8_weights_are_gathered_in_fp8_beside_others_in_int8() -> None:
-    run_ranks(gather_in_fp8_beside_int8, 2)
 
 
 def sent_bytes(world: int, *, gathered: bool) -> dict[str, int]:

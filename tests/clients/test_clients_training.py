@@ -11,19 +11,17 @@ step's gradients are equal to the bit, and the weights after it to the last plac
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from client_models import LENGTH, MODELS, build, build_plain, language_step, sharded, tokens
 from torch import Tensor, nn
-from trainings import mean_gradients, outcomes, sgd, train_beside
+from trainings import mean_gradients, sgd, train_beside
 
 from scale_core.comm.group import group_of
-from scale_core.testing import run_ranks
 from scale_fsdp import MixedPrecisionPolicy, ShardOptions, fully_shard, fully_shard_modules, no_split_policy
 
 TOLERANCE = 2e-6
@@ -186,21 +184,16 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 
-def run_case(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.ranks(2, in_turn=True)
+def test_it_trains_as_on_one_process(name: str) -> None:
     CASES[name]()
 
 
-on_two_ranks = outcomes(run_case, CASES, 2)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_on_one_process(name: str, on_two_ranks: Callable[[str], Sequence[None]]) -> None:
-    on_two_ranks(name)
-
-
 @pytest.mark.parametrize("name", ["t5", "mixtral"])
+@pytest.mark.ranks(3, in_turn=True)
 def test_it_trains_so_on_three_ranks(name: str) -> None:
-    run_ranks(trains, 3, name)
+    trains(name)
 
 
 @pytest.mark.parametrize("name", ["t5", "mixtral", "t5 checkpointed after sharding", "tied_weights_in_two_units"])

@@ -123,6 +123,12 @@ def train_plain() -> Recording:
     return train(model, optimizer_of(model.parameters()), of_step, range(STEPS), clip=clip, state=model.state_dict)
 
 
+def assert_as_plain(trained: Recording) -> None:
+    """Both pairs of ranks divide a model, and have one batch each: losses of ranks are those of two of four."""
+    scale_tp.destroy_model_parallel()
+    assert_parity(train_plain(), by_rank(trained), rel=1e-6)
+
+
 def train_divided(model: nn.Module, optimizer: Any, clip: Callable[[], Tensor]) -> Recording:
     def of_step(model: nn.Module, step: int) -> Tensor:
         return loss_of(model, batches()[step].split(2)[megatron.get_data_parallel_rank()])
@@ -143,7 +149,11 @@ def read_by_a_plain_model(model: nn.Module, optimizer: Any, folder: str) -> dict
     return alone.state_dict()
 
 
-def in_units(by_block: bool, sequence_parallel: bool, folder: str) -> Recording:
+@pytest.mark.composition("scale-tp", "scale-fsdp")
+@pytest.mark.parametrize("by_block, sequence_parallel", [(False, False), (True, True)])
+@pytest.mark.ranks(4, in_turn=True)
+def test_layers_divided_along_one_axis_train_in_units(by_block: bool, sequence_parallel: bool, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     scale_tp.initialize_model_parallel(2)
     model = divided_model(sequence_parallel)
     group = megatron.get_data_parallel_group()
@@ -157,37 +167,21 @@ def in_units(by_block: bool, sequence_parallel: bool, folder: str) -> Recording:
     assert [axis.group.size for axis in shard.axes] == [2, 2]
     add_weights(trained, read_by_a_plain_model(model, optimizer, folder))
     compare_whole_over_both_axes(model, folder)
-    return trained
+    assert_as_plain(trained)
 
 
-def in_sharded_ddp(sequence_parallel: bool, folder: str) -> Recording:
+@pytest.mark.composition("scale-tp", "ShardedDataParallel")
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.ranks(4, in_turn=True)
+def test_layers_divided_along_one_axis_train_in_sharded_ddp(sequence_parallel: bool, tmp_path: Path) -> None:
     scale_tp.initialize_model_parallel(2)
     model = divided_model(sequence_parallel)
     group = megatron.get_data_parallel_group()
     optimizer = OSS(model.parameters(), torch.optim.AdamW, lr=0.05, eps=1e-3, process_group=group)
     wrapped = ShardedDataParallel(model, optimizer, process_group=group)
     trained = train_divided(wrapped, optimizer, lambda: optimizer.clip_grad_norm_(0.5))
-    add_weights(trained, read_by_a_plain_model(model, optimizer, folder))
-    return trained
-
-
-WAYS: dict[str, Callable[[str], Recording]] = {
-    "fsdp": partial(in_units, False, False),
-    "fsdp of blocks, sequence parallel": partial(in_units, True, True),
-    "sharded ddp": partial(in_sharded_ddp, False),
-    "sharded ddp, sequence parallel": partial(in_sharded_ddp, True),
-}
-
-
-@pytest.mark.composition("scale-tp", "scale-fsdp")
-@pytest.mark.composition("scale-tp", "ShardedDataParallel")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.ranks(4, in_turn=True)
-def test_layers_divided_along_one_axis_train_sharded(way: str, tmp_path: Path) -> None:
-    of_ranks = by_rank(WAYS[way](str(tmp_path)))
-    scale_tp.destroy_model_parallel()
-    # Both pairs of ranks divide a model, and have one batch each: losses of ranks are those of two of four.
-    assert_parity(train_plain(), of_ranks, rel=1e-6)
+    add_weights(trained, read_by_a_plain_model(model, optimizer, str(tmp_path)))
+    assert_as_plain(trained)
 
 
 def compare_whole_over_both_axes(model: nn.Module, folder: str) -> None:
@@ -247,7 +241,8 @@ class Attending(nn.Module):
         return self.head(x + self.attention(x))
 
 
-def with_a_context_axis() -> None:
+@pytest.mark.ranks(4, in_turn=True)
+def test_each_element_counts_once_beside_a_context_axis() -> None:
     """Two ranks divide the layers, two the sequence; shards stand along the context axis, and norms over both."""
     scale_tp.initialize_model_parallel(2, context_parallel_size=2)
     x, target = (torch.randn(2, 8, size, generator=torch.Generator().manual_seed(size)) for size in (6, 5))
@@ -272,9 +267,11 @@ def with_a_context_axis() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    scale_tp.destroy_model_parallel()
 
 
-def with_torchs_own() -> None:
+@pytest.mark.ranks(4, in_turn=True)
+def test_each_element_counts_once_in_torchs_own_ddp() -> None:
     """DistributedDataParallel along the data axis; the norm is scale-core's."""
     scale_tp.initialize_model_parallel(2)
     model = divided_model(True)
@@ -286,9 +283,11 @@ def with_torchs_own() -> None:
     grads = [param.grad for param in plain.parameters()]
     expected = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
     torch.testing.assert_close(grad_norm(model.parameters()), expected, rtol=1e-6, atol=0, check_dtype=False)
+    scale_tp.destroy_model_parallel()
 
 
-def over_the_ranks_of_a_layer() -> None:
+@pytest.mark.ranks(4, in_turn=True)
+def test_wrappers_over_the_ranks_of_a_layer_are_refused() -> None:
     """Who would take the parts of one rank for those of all is refused, and has changed nothing."""
     scale_tp.initialize_model_parallel(2)
     model = divided_model(False)
@@ -304,10 +303,4 @@ def over_the_ranks_of_a_layer() -> None:
             ):
                 wrap()
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
-
-
-@pytest.mark.parametrize("use", [with_torchs_own, over_the_ranks_of_a_layer, with_a_context_axis])
-@pytest.mark.ranks(4, in_turn=True)
-def test_each_element_counts_once_in_other_axes(use: Callable[[], None]) -> None:
-    use()
     scale_tp.destroy_model_parallel()

@@ -286,14 +286,6 @@ FEATURES: dict[str, Callable[[str, str | None], Any]] = {
 }
 
 
-def play_features(folder: str) -> dict[str, dict[str, Any]]:
-    set_environment()
-    return {
-        name: {str(sharding): run(f"{folder}/{name}/{sharding}", sharding) for sharding in [None, *SHARDINGS]}
-        for name, run in FEATURES.items()
-    }
-
-
 def numbers_in(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [leaf for each in value for leaf in numbers_in(each)]
@@ -302,14 +294,20 @@ def numbers_in(value: Any) -> list[Any]:
 
 @pytest.mark.soak
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of transformers, about its own options
+@pytest.mark.ranks(2, limit_seconds=600)
 def test_features_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
-    for found in run_ranks(play_features, 2, str(tmp_path), limit_seconds=600):
-        for name, by_sharding in found.items():
-            expected = numbers_in(by_sharding.pop("None"))
-            for sharding, its in by_sharding.items():
-                for got, wanted in zip(numbers_in(its), expected, strict=True):
-                    is_number = isinstance(wanted, float)
-                    assert got == (pytest.approx(wanted, rel=1e-5, abs=2e-6) if is_number else wanted), (name, sharding)
+    folder = str(tmp_path)
+    set_environment()
+    found = {
+        name: {str(sharding): run(f"{folder}/{name}/{sharding}", sharding) for sharding in [None, *SHARDINGS]}
+        for name, run in FEATURES.items()
+    }
+    for name, by_sharding in found.items():
+        expected = numbers_in(by_sharding.pop("None"))
+        for sharding, its in by_sharding.items():
+            for got, wanted in zip(numbers_in(its), expected, strict=True):
+                is_number = isinstance(wanted, float)
+                assert got == (pytest.approx(wanted, rel=1e-5, abs=2e-6) if is_number else wanted), (name, sharding)
 
 
 def train_sft(folder: str, shards: bool) -> dict[str, Any]:
