@@ -9,6 +9,7 @@ import pytest
 from scale_check.cli import main
 from scale_check.fuzz import models, programs
 from scale_check.fuzz.command import FuzzFinding, fuzz
+from scale_check.fuzz.engines import ENGINES
 from scale_check.fuzz.pool import Outcome, kind_of, run_in_turn
 from scale_check.fuzz.programs import program_of, smaller
 from scale_check.harness import parity
@@ -89,3 +90,13 @@ def test_the_command_prints_json_and_has_exit_codes(capsys: pytest.CaptureFixtur
     for wrong in (["--engine", "horovod"], ["--engine", "nowhere:Engine"], ["--engine", "ddp", "--programs", "0"]):
         with pytest.raises(SystemExit):
             main(["fuzz", *wrong])
+
+
+def test_an_engine_whose_library_is_missing_is_a_wrong_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ENGINES["deepspeed3"], "library", "no_such_library")
+    with pytest.raises(SystemExit) as caught:
+        main(["fuzz", "--engine", "deepspeed3"])
+    assert caught.value.code == 2
+    assert "deepspeed3 trains with no_such_library, which is not installed: pip install" in capsys.readouterr().err

@@ -8,6 +8,7 @@ without a gradient), "tied" (parameters that two modules share), "freeze" (param
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,7 @@ class FuzzEngine:
 
     can: ClassVar[frozenset[str]] = frozenset({"clip", "float64"})
     accumulates_without_sync: ClassVar[bool] = False  # It can't in another way.
+    library: ClassVar[str] = "torch"  # The module that it imports.
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -122,6 +124,7 @@ class Accelerate(FuzzEngine):
     """Accelerator.prepare, which wraps a model in DDP."""
 
     can = FuzzEngine.can | {"unused", "tied"}
+    library = "accelerate"
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -153,6 +156,7 @@ class DeepSpeed1(FuzzEngine):
 
     can = frozenset({"unused"})
     accumulates_without_sync = True
+    library = "deepspeed"
     stage: ClassVar[int] = 1
 
     def wrap(
@@ -210,6 +214,7 @@ class ScaleFSDP(FSDP2):
     """fully_shard of scale-fsdp, over some modules and the model."""
 
     can = FuzzEngine.can | {"units", "unused", "freeze"}
+    library = "scale_fsdp"
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -226,6 +231,7 @@ class ScaleOSS(FuzzEngine):
     """OSS and ShardedDataParallel of scale-oss."""
 
     can = FuzzEngine.can | {"unused", "tied", "freeze"}
+    library = "scale_oss"
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
@@ -271,7 +277,9 @@ def _set_variables() -> None:
 def engine_class(name: str) -> type[FuzzEngine]:
     """Returns the class of a name in `ENGINES`, or of "module:Class", a subclass of `FuzzEngine`.
 
-    Raises ValueError where there is none.
+    Raises:
+        ValueError: There is none.
+        ModuleNotFoundError: Its library is not installed. Else each program would raise this, which is no finding.
     """
     module, colon, kind = name.partition(":")
     engine = getattr(importlib.import_module(module), kind, None) if colon else ENGINES.get(name)
@@ -279,5 +287,10 @@ def engine_class(name: str) -> type[FuzzEngine]:
         raise ValueError(
             f"expected an engine to be one of {', '.join(ENGINES)}, or module:Class of a subclass of "
             f"scale_check.fuzz.engines.FuzzEngine, got {name}"
+        )
+    if importlib.util.find_spec(engine.library) is None:
+        distribution = engine.library.replace("_", "-")
+        raise ModuleNotFoundError(
+            f"{name} trains with {engine.library}, which is not installed: pip install {distribution}"
         )
     return engine
