@@ -192,7 +192,7 @@ def test_a_second_backward_adds_the_same_gradient():
 def test_a_rank_outside_of_the_group_is_told_so():
     group = dist.new_group([0])
     if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match=r"no member[\s\S]*new_group"):
+        with pytest.raises(ValueError, match=r"not a member[\s\S]*new_group"):
             fully_shard(nn.Linear(2, 2), group)
 
 

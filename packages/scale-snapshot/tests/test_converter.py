@@ -208,7 +208,7 @@ def test_what_is_not_there_not_known_or_not_convertible_says_so(tmp_path):
     with pytest.raises(ValueError, match="in is not there"):
         convert_checkpoint(tmp_path / "in", tmp_path / "out")
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(ValueError, match="no checkpoint of a format that is known here"):
+    with pytest.raises(ValueError, match="not a checkpoint of a format that is known here"):
         convert_checkpoint(tmp_path / "text", tmp_path / "out")
     torch.save(torch.optim.SGD([torch.ones(1)], momentum=0.5).state_dict(), tmp_path / "opt")
     with pytest.raises(ValueError, match=r"an optimizer's state alone .* by number and not by name"):

@@ -29,7 +29,7 @@ def test_a_folder_with_an_index_is_one_state(tmp_path):
         ({"a": "one.safetensors", "c": "one.safetensors"}, "an index with c, which no file has"),
         ({"a": "two.safetensors", "b": "two.safetensors"}, "an index with a, which no file has"),
         ({"b": "one.safetensors"}, r"a is in one\.safetensors, and its index says None"),
-        ([], "no index of tensors"),
+        ([], "not an index of tensors"),
     ],
 )
 def test_an_index_that_does_not_fit_the_files_is_refused(tmp_path, index, words):

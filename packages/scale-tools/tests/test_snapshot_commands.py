@@ -169,7 +169,7 @@ def test_prune_keeps_the_newest_and_leaves_what_is_not_whole(run, capsys):
         ("convert weights.pt out --model-only", "model_only is for safetensors and DCP"),
         ("convert weights.pt empty --to dcp", "empty exists already"),
         ("convert runs runs", "is saved already"),
-        ("convert text out", "no checkpoint of a format that is known here"),
+        ("convert text out", "not a checkpoint of a format that is known here"),
         ("consolidate weights.pt out", "weights.pt is a file of torch.save"),
         ("consolidate runs out --max-file-size 5", "--max-file-size 5: a size is needed, as 5GB"),
         ("diff runs weights.pt --atol nan", "--atol nan: a number of at least 0"),

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from scale_core.comm.group import group_of
-from scale_tp import mappings as regions
 from scale_tp.async_tp import all_reduce_matmul as overlap_sums
 from scale_tp.async_tp import collective_matmul as overlap
 from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
@@ -42,9 +41,9 @@ class Counting:
     """Counts what overlaps, and what does not, forward and backward."""
 
     PLACES = (
-        (regions, "all_reduce_sum"),
-        (regions, "all_gather_along"),
-        (regions, "reduce_scatter_along"),
+        (comm, "all_reduce_sum"),
+        (comm, "all_gather_along"),
+        (comm, "reduce_scatter_along"),
         (overlap, "all_gather_chunks"),
         (overlap, "reduce_scatter_chunks"),
         (overlap, "start_all_gather"),

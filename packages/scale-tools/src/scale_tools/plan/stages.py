@@ -200,9 +200,10 @@ def schedule_seconds(schedule: Schedule, times: Sequence[PlannedStageTimes]) -> 
 
     Here the last rank is done first, but has more to do after its last backward:
 
-        >>> from scale_pipe.schedules.classic import one_f_one_b
+        >>> from scale_pipe.schedules.classic import one_forward_one_backward
         >>> first, last = PlannedStageTimes(1.0, 2.0, 0.0, after=1.0), PlannedStageTimes(1.0, 2.0, 0.0, after=9.0)
-        >>> schedule_seconds(one_f_one_b(2, 2), [first, first]), schedule_seconds(one_f_one_b(2, 2), [first, last])
+        >>> schedule = one_forward_one_backward(2, 2)
+        >>> schedule_seconds(schedule, [first, first]), schedule_seconds(schedule, [first, last])
         (10.0, 16.0)
     """
     backwards, links = tuple(each.backward for each in times), tuple(each.send for each in times[:-1])
