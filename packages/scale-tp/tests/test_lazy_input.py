@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from scale_core.comm.group import group_of
+from scale_tp import comm
 from scale_tp.async_tp import all_reduce_matmul as overlap_sums
 from scale_tp.async_tp import collective_matmul as overlap
 from scale_tp.async_tp.lazy_input import DeferredInput, DeferredInputTensor
