@@ -210,7 +210,7 @@ def _tests_of(tree: ast.Module, path: Path) -> Iterator[FaultTest]:
         marks = [each for each in decorators if _mark_of(each) == "fault"]
         if not marks:
             continue
-        cases = [each for each in decorators if _mark_of(each) == "parametrize" or _function_of(each) == "together"]
+        cases = [each for each in decorators if _mark_of(each) == "parametrize"]
         parameters = [dict(_parameters(each, constants)) for each in cases]
         values = {name: [value.node for value in of_name] for each in parameters for name, of_name in each.items()}
         num_cases = 1
@@ -274,11 +274,6 @@ def _place(node: ast.expr) -> str:
             where += f" in {words['during']}" if "during" in words else ""
             places.append(f"rank {rank} {_INJECTED[call.func.id]} at {point}{where} of step {step}")
     return " and ".join(places)
-
-
-def _function_of(decorator: ast.Call) -> str:
-    """The name of a function that decorates, as `together`, which runs cases in one start of the ranks."""
-    return decorator.func.id if isinstance(decorator.func, ast.Name) else ""
 
 
 def _mark_of(decorator: ast.Call) -> str:

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from together import together
 from torch import nn
 
 from scale_fsdp import FullyShardedDataParallel, ShardOptions, full_state_dict, fully_shard, reshard_to
@@ -99,8 +98,8 @@ REPLACERS = {
 }
 
 
-@together("how", REPLACERS)
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", REPLACERS)
+@pytest.mark.ranks(2, in_turn=True)
 def test_an_assigned_parameter_is_found_before_it_is_replaced(how):
     whole = model()
     run(whole)
@@ -109,8 +108,8 @@ def test_an_assigned_parameter_is_found_before_it_is_replaced(how):
         REPLACERS[how](whole)
 
 
-@together("how", ["summon_full_params", "apply", "unshard", "forward"])
-@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("how", ["summon_full_params", "apply", "unshard", "forward"])
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_a_parameter_assigned_while_its_unit_is_full_is_found(how):
     def assign(module: nn.Module) -> None:
         module.head.weight = nn.Parameter(torch.ones(11, 4))
@@ -159,8 +158,8 @@ def test_a_module_that_sets_its_own_weights_is_left_alone(flatten):
     run(whole)
 
 
-@together("name", ["embed.weight", "body.0.weight"])
-@pytest.mark.ranks(1)
+@pytest.mark.parametrize("name", ["embed.weight", "body.0.weight"])
+@pytest.mark.ranks(1, in_turn=True)
 def test_memory_that_was_swapped_is_found_by_the_next_forward(name):
     whole = model()
     run(whole)

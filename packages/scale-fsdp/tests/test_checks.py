@@ -3,7 +3,6 @@
 import pytest
 import torch
 from fsdp_parity import noise, sharded
-from together import together
 from torch import nn
 
 from scale_fsdp import fully_shard
@@ -31,8 +30,8 @@ def refused(model: nn.Module, call) -> str:
 
 
 @pytest.mark.fault(85)
-@together("reshard", [True, False])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_module_called_past_its_unit_is_refused(reshard):
     message = refused(
         sharded(Model(), [""], reshard_after_forward=reshard),
@@ -43,8 +42,8 @@ def test_a_module_called_past_its_unit_is_refused(reshard):
     assert "call the Model itself, model(...)" in message
 
 
-@together("reshard", [True, False])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2, in_turn=True)
 def test_forward_in_place_of_the_call_is_refused(reshard):
     message = refused(
         sharded(Model(), [""], reshard_after_forward=reshard),

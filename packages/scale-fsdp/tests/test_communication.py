@@ -16,7 +16,6 @@ from fsdp_cases import Net, accumulate, batch, loss_of
 from fsdp_parity import assert_same_grads
 from quantized_reference import QuantizedReference
 from shard_arguments import shard_arguments
-from together import together
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -228,7 +227,7 @@ def test_a_quantized_model_is_resharded() -> None:
         loss.backward()
 
 
-@together(
+@pytest.mark.parametrize(
     "case",
     [
         Quantized(dataclasses.replace(FEEDBACK, node_size=2), options={"limit_seconds": 20.0}),
@@ -237,7 +236,7 @@ def test_a_quantized_model_is_resharded() -> None:
         ),
     ],
 )
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_an_aborted_pass_leaves_error_feedback_as_it_was(case: Quantized) -> None:
     rank = group_of().rank
     torch.manual_seed(7)
@@ -424,7 +423,7 @@ def _policy(**options: Any) -> dict[str, Any]:
     return {"communication": CommunicationPolicy(**options)}
 
 
-@together(
+@pytest.mark.parametrize(
     "by_rank, text, also_unsynced",
     [
         ([_policy(gather="float8_e4m3"), _policy(gather="int8")], "float8_e4m3", False),
@@ -433,7 +432,7 @@ def _policy(**options: Any) -> dict[str, Any]:
         ([{"reshard_after_forward": 1}, {"reshard_after_forward": 2}], "reshard_after_forward=1", True),
     ],
 )
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_ranks_with_different_policies_are_refused_early(by_rank: Any, text: str, also_unsynced: bool) -> None:
     for options in ({}, {"sync_module_states": False}) if also_unsynced else ({},):
         with pytest.raises(ContractError, match=text):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from fsdp_cases import Net, batch, loss_of
-from together import together
 from torch import nn
 
 from scale_check.exact import assert_equal
@@ -74,8 +73,8 @@ def test_compiled_blocks_train_as_plain_ones_in_each_setting(way: str) -> None:
         train(way, backend, reshard)
 
 
-@together("way", ["wrapped", "in place, before"])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["wrapped", "in place, before"])
+@pytest.mark.ranks(2, in_turn=True)
 def test_one_graph_serves_all_blocks_and_one_the_evaluation(way: str) -> None:
     """How many graphs there are after each of three steps, and after an evaluation."""
     torch._dynamo.reset()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from fsdp_cases import Net, batch, loss_of
 from fsdp_parity import noise, sharded
-from together import together
 from torch import nn
 
 from scale_check.exact import gather_values
@@ -85,8 +84,8 @@ def test_the_numbers_are_those_of_a_training():
     assert gradients == description.gradients and states == description.state_of_elementwise_optimizer
 
 
-@together("reshard, num_units", [(True, 2), (False, 4)])
-@pytest.mark.ranks(0, 2)
+@pytest.mark.parametrize("reshard, num_units", [(True, 2), (False, 4)])
+@pytest.mark.ranks(0, 2, in_turn=True)
 def test_units_that_stay_gathered_count_all_the_time(reshard: bool, num_units: int) -> None:
     plain = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     description = describe(sharded(plain, ["0", "1", "2", "3", ""], reshard_after_forward=reshard))

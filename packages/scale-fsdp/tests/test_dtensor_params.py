@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shard_arguments import shard_arguments
-from together import together
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -165,8 +164,8 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor], atol: flo
     assert not [name for name in expected if not torch.allclose(found[name], expected[name], atol=atol)]
 
 
-@together("checkpointing", [False, True])
-@pytest.mark.ranks(4)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.ranks(4, in_turn=True)
 def test_a_llama_under_torch_s_plan_trains_as_one_process(checkpointing: bool, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plain, model = Llama(), sharded(mesh, checkpointing=checkpointing)

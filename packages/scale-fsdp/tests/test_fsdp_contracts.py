@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from fsdp_parity import noise, sharded
 from shard_arguments import shard_arguments
-from together import together
 from torch import Tensor, nn
 
 from scale_check.exact import gather_values
@@ -260,8 +259,8 @@ def test_what_one_rank_raised_stands_in_the_error_of_the_others():
     dist.barrier()  # The other one is alive as long as this one waits.
 
 
-@together("kinds", ["equal", "other shapes", "in a model"])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kinds", ["equal", "other shapes", "in a model"])
+@pytest.mark.ranks(2, in_turn=True)
 def test_ranks_that_enter_different_units_are_refused(kinds):
     """Two units without a module around them, of one shape or not, or with one: each rank enters another one first."""
     found = []

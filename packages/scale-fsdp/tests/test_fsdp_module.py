@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from fsdp_parity import assert_same_grads, noise, sharded
-from together import together
 from torch import nn
 
 from scale_check.exact import assert_equal
@@ -32,8 +31,8 @@ WAYS = {
 }
 
 
-@together("way", WAYS)
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.ranks(2, in_turn=True)
 def test_summoned_parameters_are_full_and_changes_stay(way):
     units, kwargs = WAYS[way]
     plain, model = perceptron(1), sharded(perceptron(1), units, **kwargs)
@@ -144,8 +143,8 @@ def test_gradients_that_wait_under_no_sync_can_be_dropped():
         assert_equal(ours, theirs, "what was dropped came back")
 
 
-@together("to_none", [True, False])
-@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_an_optimizer_clears_what_waits_of_its_own_parameters(to_none: bool) -> None:
     """An optimizer of one layer clears what waits of that, and leaves the others'; zeros move weights by momentum."""
     model, plain = sharded(perceptron(), [""]), perceptron()
@@ -232,9 +231,9 @@ def test_a_frozen_flat_parameter_keeps_the_gradient_that_waits():
     assert_same_grads(model, plain)
 
 
-@together("fused", [False, True])
-@together("reshard", [True, False])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_step_while_units_are_gathered_is_seen(reshard, fused):
     """An optimizer step while units are kept gathered: the next forward must see the new weights."""
     model = sharded(perceptron(), ["0", "2", ""], reshard_after_forward=reshard)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from fsdp_parity import Step, assert_same_grads, put_mean_grads, sharded
 from shard_arguments import shard_arguments
-from together import together
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -435,8 +434,8 @@ def test_a_rank_without_memory_to_quantize_sends_its_messages(at_first: bool) ->
             (assert_serves_at_first if at_first else assert_serves_without_memory)(what, options)
 
 
-@together("failing_ranks", [[1], [0, 1]])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failing_ranks", [[1], [0, 1]])
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_rank_that_fails_later_than_the_others_is_found_out(failing_ranks: list[int]) -> None:
     """Whoever is told of gradients raises; otherwise ranks would train on with parameters of two different steps."""
     torch.manual_seed(0)

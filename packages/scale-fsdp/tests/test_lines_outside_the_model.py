@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from together import together
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
@@ -129,8 +128,8 @@ def test_a_buffer_that_shards_were_added_to_is_saved_in_full() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-@together("units", ["layers", "root"])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("units", ["layers", "root"])
+@pytest.mark.ranks(2, in_turn=True)
 def test_the_fast_path_of_an_encoder_is_that_of_the_plain_one(units: str) -> None:
     """The largest differences of outputs in eval mode, where the encoder takes its fast path, and in training."""
     torch.manual_seed(0)

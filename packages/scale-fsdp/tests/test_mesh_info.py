@@ -10,7 +10,6 @@ import torch.distributed as dist
 from fsdp_cases import Case, assert_cases_train_as_plain
 from fsdp_parity import assert_same_grads, sharded
 from state_cases import Awkward, Layout, train, two_groups
-from together import together
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -203,8 +202,8 @@ def test_a_model_on_the_host_needs_no_backend_for_it() -> None:
     assert len(norms) == 2 and all(0 < norm < torch.inf for norm in norms)
 
 
-@together("flatten", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.ranks(2, in_turn=True)
 def test_an_expert_of_each_rank_counts_in_norms_and_is_saved(tmp_path, flatten):
     class Mixture(nn.Module):
         """An expert of its own on each rank, after and before what all ranks share."""

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from shard_arguments import shard_arguments
-from together import together
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
@@ -91,9 +90,9 @@ WORDS = {
 
 
 @pytest.mark.fault(71)
-@together("at_step, num_micro, at_micro", [(0, 1, 0), (2, 1, 0), (0, 2, 0), (2, 2, 0), (2, 2, 1)])
-@together("where", WORDS)
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("at_step, num_micro, at_micro", [(0, 1, 0), (2, 1, 0), (0, 2, 0), (2, 2, 0), (2, 2, 1)])
+@pytest.mark.parametrize("where", WORDS)
+@pytest.mark.ranks(2, in_turn=True)
 def test_all_ranks_abort_the_step_and_one_says_where(where: str, at_step: int, num_micro: int, at_micro: int) -> None:
     """Rank 1 computes something that is not finite; both raise, and train on as a model that never met it."""
     model, beside = sharded(error_if_nonfinite=True), sharded()

@@ -9,7 +9,6 @@ from typing import Any
 import offload_cases as cases
 import pytest
 import torch
-from together import together
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -133,8 +132,8 @@ def test_the_state_of_shards_is_kept_by_name() -> None:
     train_both((again, its), (theirs, other), range(2, STEPS))
 
 
-@together("away", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.ranks(2, in_turn=True)
 def test_under_ddp_gradients_are_those_of_all_ranks(away: bool) -> None:
     """DDP reduces gradients after autograd has told of them: early copies are seen to be none."""
     if away:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from fsdp_parity import noise
 from through_a_file import through_a_file
-from together import together
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -60,7 +59,7 @@ class Pair:
 
 
 ROWS: list[str] = []
-BOTH_FORMS = together("flat", [False, True])
+BOTH_FORMS = pytest.mark.parametrize("flat", [False, True])
 
 
 def line(written: str, outcome: str, full: str) -> Callable[[Any], Any]:
@@ -75,7 +74,7 @@ def line(written: str, outcome: str, full: str) -> Callable[[Any], Any]:
     "`scale_core.num_parameters(model)`",
 )
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_elements_are_counted(flat: bool) -> None:
     pair = Pair(flat)
     whole = sum(param.numel() for param in pair.plain.parameters())
@@ -90,7 +89,7 @@ def test_elements_are_counted(flat: bool) -> None:
 
 @line("parameter groups by `p.ndim`, by `p.shape`", "right; `p.to_local().shape` is the shard's", "")
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_parameters_are_grouped_by_shape(flat: bool) -> None:
     pair = Pair(flat)
     for (name, param), whole in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=not pair.flat):
@@ -105,7 +104,7 @@ def test_parameters_are_grouped_by_shape(flat: bool) -> None:
     "`p.full_tensor()` on all ranks",
 )
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_values_are_read(flat: bool) -> None:
     pair = Pair(flat)
     if not pair.flat:
@@ -127,7 +126,7 @@ def penalised(model: nn.Module, batch: Tensor) -> Tensor:
 
 @line("`loss + c * sum(p.square().sum() for p in model.parameters())`", "right", "")
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_loss_has_a_penalty_of_the_weights(flat: bool) -> None:
     pair = Pair(flat)
     pair.train(3, penalised)
@@ -136,7 +135,7 @@ def test_a_loss_has_a_penalty_of_the_weights(flat: bool) -> None:
 
 @line("`torch.autocast(...)` around the forward", "right", "")
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_forward_runs_under_autocast(flat: bool) -> None:
     pair = Pair(flat)
 
@@ -154,7 +153,7 @@ def test_a_forward_runs_under_autocast(flat: bool) -> None:
     "`scale_core.ShardedGradScaler` where ranks have other parameters, as stages of a pipeline",
 )
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_torch_s_scaler_scales(flat: bool) -> None:
     pair = Pair(flat)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -173,7 +172,7 @@ def test_torch_s_scaler_scales(flat: bool) -> None:
     "`ShardedEMA`, which needs no second model",
 )
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_torch_s_averaged_model_averages(flat: bool) -> None:
     pair = Pair(flat)
     averaged = [AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True) for each in pair.both]
@@ -197,7 +196,7 @@ def test_torch_s_averaged_model_averages(flat: bool) -> None:
     "the first `with model.summon_full_params():`",
 )
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_parameters_become_a_vector_and_back(flat: bool) -> None:
     pair = Pair(flat)
     with pytest.raises(ShardedTensorError, match=r"cat of .*full_tensor\(\)"):
@@ -215,7 +214,7 @@ def test_parameters_become_a_vector_and_back(flat: bool) -> None:
 
 @line("`param.data = values`", "right: the values are copied, and the memory stays the unit's", "")
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_values_are_assigned_to_data(flat: bool) -> None:
     pair = Pair(flat)
     for each in pair.both:
@@ -229,7 +228,7 @@ def test_values_are_assigned_to_data(flat: bool) -> None:
 @line("`model.half()`, `.bfloat16()`, `.to(...)` between steps", "right", "")
 @pytest.mark.fault(84)
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_model_is_converted_between_steps(flat: bool) -> None:
     pair = Pair(flat)
     for each in pair.both:
@@ -247,7 +246,7 @@ def test_a_model_is_converted_between_steps(flat: bool) -> None:
 )
 @pytest.mark.fault(84)
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_model_and_its_optimizer_are_copied(flat: bool) -> None:
     pair = Pair(flat)
     pair.train()
@@ -268,7 +267,7 @@ def test_a_model_and_its_optimizer_are_copied(flat: bool) -> None:
     "the same `with model.summon_full_params():`; `merge_and_unload()` on a plain model with `model.state_dict()`",
 )
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_weights_are_computed_from_weights(flat: bool) -> None:
     """What `merge_adapter()` of peft does: a weight is computed from other ones."""
     pair = Pair(flat)
@@ -284,7 +283,7 @@ def test_weights_are_computed_from_weights(flat: bool) -> None:
 # The compiler asks each tensor that it meets for its gradient, and hides the warning, which an error is not.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @BOTH_FORMS
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_models_and_blocks_are_compiled(flat: bool) -> None:
     pair = Pair(flat)
     torch._dynamo.reset()

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fsdp_parity import adam, noise, sharded
-from together import together
 from torch import nn
 
 from scale_core.hooks.gradients import register_local_grad_hook
@@ -70,7 +69,7 @@ MASTER = {"shard": FP32, "gradient": FP32, "state": FP32, "saved": FP32}
 INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torch.int64}
 
 
-@together(
+@pytest.mark.parametrize(
     "policy, expected",
     [
         (MixedPrecisionPolicy(), {"weight": FP32, "input": FP32, "output": FP32, "sent": FP32, "buffer": FP32}),
@@ -93,7 +92,7 @@ INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torc
         ),
     ],
 )
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_each_dtype_of_the_policy_is_where_it_belongs(policy, expected):
     class Watcher(nn.Module):
         """Notes the dtypes that it computes with."""

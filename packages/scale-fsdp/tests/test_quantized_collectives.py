@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from together import together
 from torch import Tensor
 
 from scale_check.simulate import simulate
@@ -51,8 +50,8 @@ def average(parts: list[Tensor], block_format: BlockFormat, errors: list[Tensor]
     return means
 
 
-@pytest.mark.ranks(2, 3)
-@together("name", NAMES)
+@pytest.mark.ranks(2, 3, in_turn=True)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gather_has_what_one_process_computes(name: Any) -> None:
     group, block_format = group_of(), BlockFormat(name, 8)
     for numel in (1, 21):
@@ -65,8 +64,8 @@ def test_a_gather_has_what_one_process_computes(name: Any) -> None:
         assert torch.equal(dequantize(messages, numel, block_format), expected)
 
 
-@pytest.mark.ranks(2, 3)
-@together("name", NAMES)
+@pytest.mark.ranks(2, 3, in_turn=True)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_mean_has_what_one_process_computes(name: Any) -> None:
     group, block_format = group_of(), BlockFormat(name, 8)
     for numel in (1, 21):
@@ -99,8 +98,8 @@ def test_a_mean_has_what_one_process_computes(name: Any) -> None:
         assert torch.equal(mean, exact[group.rank].bfloat16())
 
 
-@pytest.mark.ranks(2, 3)
-@together("name", NAMES)
+@pytest.mark.ranks(2, 3, in_turn=True)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_sum_has_what_one_process_computes(name: Any) -> None:
     group, block_format = group_of(), BlockFormat(name, 8)
     for numel in (1, 21):
@@ -162,9 +161,9 @@ class OutOfMemory:
         return self.own(*args, **kwargs)
 
 
-@pytest.mark.ranks(2)
-@together("failing", ["quantize", "dequantize"])
-@together("number", range(3))
+@pytest.mark.ranks(2, in_turn=True)
+@pytest.mark.parametrize("failing", ["quantize", "dequantize"])
+@pytest.mark.parametrize("number", range(3))
 def test_a_rank_without_memory_sends_zeros_and_raises_in_wait(number: int, failing: str) -> None:
     """The handle of each collective raises on the rank that fails, and there alone."""
     group, block_format = group_of(), BlockFormat("int8", 8)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from fsdp_parity import noise, sharded
-from together import together
 from torch import nn
 
 from scale_check.exact import assert_equal
@@ -89,8 +88,8 @@ def test_an_evaluation_leaves_nothing_gathered():
     assert (without, gathered(model)) == ("", "0123")
 
 
-@together("reshard, stay", [(True, ""), (False, "0123")])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard, stay", [(True, ""), (False, "0123")])
+@pytest.mark.ranks(2, in_turn=True)
 def test_without_resharding_units_stay_between_micro_batches(reshard: bool, stay: str) -> None:
     model = sharded(stack(), UNITS, reshard_after_forward=reshard)
     with model.no_sync():
@@ -100,8 +99,8 @@ def test_without_resharding_units_stay_between_micro_batches(reshard: bool, stay
     assert gathered(model) == ""
 
 
-@together("position", [0, 3])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("position", [0, 3])
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_failed_forward_leaves_nothing_gathered(position):
     plain = stack()
     model = sharded(plain, UNITS)
@@ -120,8 +119,8 @@ def test_a_failed_forward_leaves_nothing_gathered(position):
     assert torch.allclose(model.clip_grad_norm_(1e9), norm)
 
 
-@together("reshard", [True, False])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2, in_turn=True)
 def test_what_is_written_to_param_data_is_seen(reshard):
     """Writes to `param.data`, which leaves no trace, after a forward whose backward never comes."""
     model, fresh = (sharded(stack(), UNITS, reshard_after_forward=reshard) for _ in range(2))
@@ -166,8 +165,8 @@ def test_in_backward_the_unit_before_is_fetched_ahead():
     assert seen == ["3: 23", "2: 12", "1: 01", "0: 0"]
 
 
-@together("where", ["forward", "backward"])
-@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_a_pass_that_fails_keeps_the_gradients_that_wait(where):
     """A failed pass between two micro-batches; the gradients are twice what one pass alone gives."""
     alone, model = sharded(stack(), UNITS), sharded(stack(), UNITS)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from together import together
 from torch import Tensor, nn
 
 from scale_core.errors import StepError
@@ -81,9 +80,9 @@ def train_and_fail(at: int, reshard: bool, how: str) -> tuple[list[str], dict[st
 
 
 @pytest.mark.fault(105)
-@together("how", ["has no memory", "skips the batch"])
-@together("reshard", [True, False])
-@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("how", ["has no memory", "skips the batch"])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2, 3, in_turn=True)
 def test_the_others_abort_the_step_and_all_go_on(reshard: bool, how: str) -> None:
     for at in (0, 1, 2) if dist.get_world_size() == 2 else (4,):
         told, params = train_and_fail(at, reshard, how)
@@ -141,8 +140,8 @@ def odd_program(net: nn.Module, take: Callable[[Tensor], Tensor], no_sync: Calla
 
 
 @pytest.mark.fault(105)
-@together("reshard", [True, False])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2, in_turn=True)
 def test_forwards_without_a_backward_train_as_one_process(reshard: bool) -> None:
     for seed in range(4):
         plain, net = build(), build()

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_parity import adam, assert_same_grads, assert_trains_as_plain, mean_square, noise, sharded
-from together import together
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -166,11 +165,11 @@ def test_passes_forwarded_together_add_up_as_plainly():
         assert_same_grads(model, plain, f"{order}, reshard {reshard}")
 
 
-@together(
+@pytest.mark.parametrize(
     "step",
     [two_forwards_then_two_backwards, one_backward_of_two_forwards, forwards_without_backward, forwards_before_it],
 )
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_forwards_and_backwards_may_come_in_any_order(step):
     def three_linears() -> nn.Sequential:
         torch.manual_seed(1)
@@ -479,8 +478,8 @@ class Watch(nn.Module):
         return x
 
 
-@together("reshard", [True, False])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(2, in_turn=True)
 def test_full_parameters_are_freed_after_their_last_use(reshard):
     size, units = 8, ["0", "1", "2", "3"]
     notes: list[int] = []
@@ -507,8 +506,8 @@ def test_full_parameters_are_freed_after_their_last_use(reshard):
 # Errors.
 
 
-@together("where", ["forward", "backward"])
-@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_training_goes_on_after_an_exception_on_all_ranks(where):
     class Fragile(nn.Module):
         """Raises where it is told to, in forward or in backward."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from together import together
 from torch import nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
@@ -17,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from scale_fsdp import fully_shard
 
 
-@together("scheduled", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scheduled", [False, True])
+@pytest.mark.ranks(2, in_turn=True)
 def test_hooks_see_full_tensors_once_in_each_step(scheduled: bool) -> None:
     """Each call of a hook, and what it sees of a weight, of its gradient and of its state."""
     two, three = "[[3, 5], [3, 5]]", "[[3, 5], [3, 5], [3, 5]]"

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from fsdp_parity import noise
-from together import together
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
@@ -55,8 +54,8 @@ def sharded(plain: nn.Module) -> nn.Module:
     return model
 
 
-@together("on_all", [False, True])
-@pytest.mark.ranks(0, 2)
+@pytest.mark.parametrize("on_all", [False, True])
+@pytest.mark.ranks(0, 2, in_turn=True)
 def test_an_interrupted_pass_leaves_nothing_gathered(on_all: bool) -> None:
     def left_behind(model: nn.Module) -> None:
         """What a pass that has ended must not leave."""

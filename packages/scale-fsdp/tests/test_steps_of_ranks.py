@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from shard_arguments import shard_arguments
-from together import together
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adam, Optimizer
@@ -135,7 +134,7 @@ def alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
 
 
 @pytest.mark.fault(101)
-@together(
+@pytest.mark.parametrize(
     "steps, expected",
     [
         (other_rates, "3: step 4: .*rank 0: SGD with lr=0.1; rank 1: SGD with lr=0.05"),
@@ -146,7 +145,7 @@ def alike(layers: nn.Module, rank: int) -> Callable[[int], object]:
         (without_memory, "2: step 3: .*rank 0: SGD; rank 1: no step.*Then go back to the last checkpoint"),
     ],
 )
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_steps_that_differ_raise_one_pass_later(steps: Steps, expected: str) -> None:
     layers = model()
     outcome = train(steps(layers, dist.get_rank()), layers)
@@ -172,7 +171,7 @@ def test_a_parameter_frozen_on_one_rank_raises_in_the_next_pass() -> None:
     )
 
 
-@together(
+@pytest.mark.parametrize(
     "steps, options",
     [
         (alike, {}),
@@ -181,7 +180,7 @@ def test_a_parameter_frozen_on_one_rank_raises_in_the_next_pass() -> None:
         (of_present_parts, {"atom": "parameter"}),
     ],
 )
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_what_may_differ_is_left_alone(steps: Steps, options: dict[str, Any]) -> None:
     layers = model(**options)
     assert train(steps(layers, dist.get_rank()), layers) == "nothing"

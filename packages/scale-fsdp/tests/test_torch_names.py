@@ -14,7 +14,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from fsdp_parity import noise
-from together import together
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -133,8 +132,8 @@ def test_a_program_for_fsdp2_computes_the_same() -> None:
     assert_equal(in_bf16[1], in_bf16[0])
 
 
-@together("grouped", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.ranks(2, in_turn=True)
 def test_each_unit_casts_its_inputs_as_fsdp2_to_the_bit(grouped: bool) -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:
@@ -315,8 +314,8 @@ def steps_in_backward(flatten: bool, in_hooks: bool) -> list[Any]:
     return [*losses, *(param.detach().clone() for param in model.parameters())]
 
 
-@together("flatten", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.ranks(2, in_turn=True)
 def test_optimizers_in_hooks_step_when_gradients_are_reduced(flatten: bool) -> None:
     inside, after = (steps_in_backward(flatten, in_hooks) for in_hooks in (True, False))
     assert_equal(inside, after)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from together import together
 from torch import Tensor, nn
 
 from scale_check.simulate import simulate
@@ -118,8 +117,8 @@ def test_fp8_scales_are_of_what_all_ranks_send_and_block_nobody() -> None:
     assert not wrong
 
 
-@pytest.mark.ranks(2)
-@together("kind", ["int8", "float8"])
+@pytest.mark.ranks(2, in_turn=True)
+@pytest.mark.parametrize("kind", ["int8", "float8"])
 def test_a_copied_shard_may_be_written_to_while_it_is_gathered(kind: str) -> None:
     """Rank 0 writes to its shard before rank 1 begins."""
     group, weight = group_of(), ScaledWeight()

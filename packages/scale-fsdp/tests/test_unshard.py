@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from shard_arguments import shard_arguments
-from together import together
 from torch import Tensor, nn
 
 from scale_check.exact import gather_values
@@ -79,8 +78,8 @@ def with_a_layer_of_one_element() -> tuple[nn.Sequential, nn.Sequential]:
     return plain, sharded(plain, limit_seconds=10.0)
 
 
-@together("by_data", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.ranks(2, in_turn=True)
 def test_units_are_gathered_again_after_steps_in_hooks(by_data: bool) -> None:
     """A kept full parameter is gathered anew after optimizers have stepped in hooks on shards."""
     plain, model = with_a_layer_of_one_element()
@@ -180,9 +179,9 @@ def test_an_unsharded_unit_stays_until_it_is_released() -> None:
     assert torch.equal(shown, model.state_dict()["0.weight"])
 
 
-@together("keeps", [False, True])
-@together("by_data", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.ranks(2, in_turn=True)
 def test_all_ranks_gather_again_after_a_step(by_data: bool, keeps: bool) -> None:
     """The layer of one element is unsharded, or kept so, while an optimizer steps."""
     plain, model = with_a_layer_of_one_element()
@@ -201,8 +200,8 @@ def test_all_ranks_gather_again_after_a_step(by_data: bool, keeps: bool) -> None
     assert local_tensor(model[1].weight).numel() == (group_of().rank == 0) or keeps
 
 
-@together("inside", [False, True])
-@pytest.mark.ranks(2)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_rank_without_memory_to_unshard_raises_on_all_ranks(inside: bool) -> None:
     """Rank 1 has no memory for the second of a layer's two buffers."""
     plain, limit = layers(), 120.0

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_parity import assert_same_grads, noise, sharded
-from together import together
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -44,8 +43,8 @@ class Tied(nn.Module):
         return self.head(torch.relu(self.embed(x)))
 
 
-@together("reshard", [True, False])
-@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_weights_may_not_change_before_the_backward(reshard):
     linears = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     for plain, units in ((linears, ["0", "1", ""]), (Tied(), ["embed", "head", ""])):
