@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -135,6 +136,21 @@ def wait_when_the_limit_is_over() -> str:
 def test_a_limit_counts_from_the_call_and_ends_the_communicator() -> None:
     error, _ = run_ranks(with_a_communicator, 2, wait_when_the_limit_is_over, backend=BACKEND)
     assert error == "all_reduce number 2 on all ranks timed out waiting 60000ms since its call"
+
+
+@pytest.mark.ranks(2, backend=BACKEND)
+def test_operations_after_an_abort_fail_at_once() -> None:
+    dist.barrier()
+    meet()
+    if dist.get_rank() == 0:
+        waiting = dist.all_reduce(torch.ones(1), async_op=True)  # Rank 1 does not come.
+        while not waiting._communicator._queue.empty():
+            time.sleep(0.01)  # Until the thread of the communicator waits for rank 1.
+        compat.abort_communicators(dist.group.WORLD)
+        for work in (waiting, dist.all_reduce(torch.ones(1), async_op=True)):
+            with pytest.raises(RuntimeError, match="the communicator was aborted"):
+                work.wait()
+    meet()
 
 
 def outlive_a_limit() -> None:

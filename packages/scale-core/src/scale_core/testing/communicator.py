@@ -197,6 +197,8 @@ class Communicator:
         )
         self._pending.append(work)
         self._queue.put(work)
+        if self._error is not None:  # The thread may still wait for a message of an earlier operation.
+            work.fail(self._error)
         return work
 
     def expire(self, work: OrderedWork, seconds: float) -> None:
