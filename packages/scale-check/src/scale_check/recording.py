@@ -132,7 +132,10 @@ def full_value(tensor: Tensor, *, copies: bool = True) -> Tensor:
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     with torch.no_grad():
         if hasattr(tensor, "ds_tensor"):
-            full: Tensor = _of_deepspeed("safe_get_full_fp32_param", tensor)
+            full: Tensor | None = _of_deepspeed("safe_get_full_fp32_param", tensor)
+            if full is None:  # DeepSpeed's optimizer has no frozen parameters.
+                with importlib.import_module("deepspeed").zero.GatheredParameters([tensor]):
+                    full = tensor.detach().clone()
         else:
             full = tensor.detach() if gather is None else gather().detach()
         # Ranks send contiguous tensors.
