@@ -144,6 +144,18 @@ class Towers(nn.Module):
         return found
 
 
+def assert_gains(wrapped: DistributedDataParallel, optimizer: AdaScale, plain: Plain, data_rank: int) -> None:
+    """Three steps of two passes on each of two data parallel ranks; each gain is computed from four samples."""
+    for step in range(3):
+        for number in range(2):
+            with wrapped.no_sync() if number == 0 else torch.enable_grad():
+                (loss_of(wrapped, 10 * step + 2 * data_rank + number) / 2).backward()
+        optimizer.step()
+        (expected,) = plain.step([10 * step + number for number in range(4)])
+        assert optimizer.gain() == pytest.approx(expected, rel=GAIN)
+        wrapped.zero_grad()
+
+
 @pytest.mark.ranks(4)
 def test_under_tensor_parallelism_each_element_counts_once():
     """Two columns of two ranks: along one they have other data, along the other other hidden units."""
@@ -155,14 +167,7 @@ def test_under_tensor_parallelism_each_element_counts_once():
         wrapped = DistributedDataParallel(model, process_group=data.process_group)
         inner = (Adam if kind == "adam" else SGD)(model.parameters(), lr=0.05)
         optimizer = AdaScale(inner, num_gradients_to_accumulate=2, process_group=data)
-        for step in range(3):
-            for number in range(2):
-                with wrapped.no_sync() if number == 0 else torch.enable_grad():
-                    (loss_of(wrapped, 10 * step + 2 * data.rank + number) / 2).backward()
-            optimizer.step()
-            (expected,) = plain.step([10 * step + number for number in range(4)])
-            assert optimizer.gain() == pytest.approx(expected, rel=GAIN)
-            optimizer.zero_grad()
+        assert_gains(wrapped, optimizer, plain, data.rank)
 
 
 @pytest.mark.ranks(4)
@@ -179,14 +184,7 @@ def test_stages_of_a_pipeline_have_the_gain_of_the_whole_model():
         model_parallel_group=mesh["stage"],
     )
     optimizer.param_groups[0]["lr"] = torch.tensor(0.0)  # The other stage's weights would not be updated.
-    for step in range(3):
-        for number in range(2):
-            with wrapped.no_sync() if number == 0 else torch.enable_grad():
-                (loss_of(wrapped, 10 * step + 2 * data.rank + number) / 2).backward()
-        optimizer.step()
-        (expected,) = plain.step([10 * step + number for number in range(4)])
-        assert optimizer.gain() == pytest.approx(expected, rel=GAIN)
-        wrapped.zero_grad()
+    assert_gains(wrapped, optimizer, plain, data.rank)
 
 
 @pytest.mark.ranks(2)
