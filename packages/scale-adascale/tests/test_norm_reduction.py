@@ -41,7 +41,7 @@ def skipping() -> Skipping:
 
 
 def ddp(kind: str, num: int, unused: bool, *, always: bool = False) -> None:
-    """Four steps: the gains of both groups and the weights are those of the plain model."""
+    """Four steps: the gains of both groups and the weights equal the plain model's."""
     model = skipping() if unused else net()
     plain = Plain(
         skipping() if unused else net(), kind, num * dist.get_world_size(), lr=0.05, preconditioned=kind == "adam"

@@ -1,4 +1,4 @@
-"""The promise: outputs, gradients and three steps of experts divided between ranks are those of one process.
+"""The promise: outputs, gradients and three steps of experts divided between ranks are the same as on one process.
 
 The reference is a loop over experts in plain PyTorch, on one process, with the tokens of all ranks. In fp64, so that
 what another order of sums does is far below what a wrong row would.

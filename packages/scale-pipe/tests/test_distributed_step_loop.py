@@ -236,7 +236,7 @@ def test_wrappers_that_both_reduce_one_parameter_are_refused() -> None:
     for index, stage in pipe.stages.items():
         pipe.stages[index] = Wrapper(stage)
     for _ in range(2):
-        with pytest.raises(StageError, match=r"1\.weight of stage 1 is the same parameter as in stage 0 on this rank"):
+        with pytest.raises(StageError, match=r"1\.weight of stage 1 is also a parameter of stage 0 on this rank"):
             pipe.step(x, target=target, loss_fn=mse)
     pipe.stages[1] = pipe.stages[1].module  # type: ignore[assignment]
     pipe.step(x, target=target, loss_fn=mse)

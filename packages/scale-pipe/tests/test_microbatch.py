@@ -181,7 +181,7 @@ def test_all_others_are_copied_and_their_gradients_come_back() -> None:
     "outputs, message",
     [
         ([torch.tensor(1.0)] * 2, "the output is a tensor without dimensions for each of 2 micro-batches"),
-        ([(rows(1), 1), (rows(1), 2)], r"output\[1\] is not a tensor and differs by micro-batch: 1 for 0, 2 for 1"),
+        ([(rows(1), 1), (rows(1), 2)], r"output\[1\] is not a tensor and differs between .*: 1 for 0, 2 for 1;"),
         ([(rows(1), None), (rows(1),)], r"micro-batches 0 and 1 differ at output\[1\]"),
         ([{"a": rows(1)}, {"b": rows(1)}], r"differ at output\['a'\]"),
         ([rows(1, 2), rows(1, 3)], r"of micro-batch 0 is \[1, 2\] float32, and of micro-batch 1 \[1, 3\] float32"),
@@ -204,7 +204,7 @@ def test_one_output_in_two_places_is_one_in_all_micro_batches() -> None:
 
 def test_what_is_no_number_in_all_outputs_is_the_same() -> None:
     assert str(gather([(torch.ones(1), float("nan"))] * 2 + [(torch.ones(1), float("nan"))])[1]) == "nan"
-    with pytest.raises(ValueError, match=r"output\[1\] is not a tensor and differs by micro-batch: nan for 0, 1.0"):
+    with pytest.raises(ValueError, match=r"output\[1\] is not a tensor and differs between .*: nan for 0, 1.0"):
         gather([(torch.ones(1), float("nan")), (torch.ones(1), 1.0)])
 
 

@@ -101,7 +101,7 @@ def test_what_is_no_model_or_has_all_that_it_needs_passes() -> None:
         (Model(), "position_ids", "Model was called inside of context_parallel without position_ids="),
         (type("ShardedModel", (Model,), {})(), "position_ids", "ShardedModel was called inside of context_parallel w"),
         (Unnumbered(), "", "Unnumbered was called inside of context_parallel, and its forward takes no position_ids"),
-        (Model(), "shift_labels", "with labels but without shift_labels, so its loss is not the full"),
+        (Model(), "shift_labels", "with labels but without shift_labels, so its loss is not the loss"),
         (Model(), "num_items_in_batch", "with labels but without num_items_in_batch"),
         (OwnLoss(), "", "OwnLoss was called inside of context_parallel with labels, and its loss takes no num_items"),
         (Windowed(), "", "its loss takes no shift_labels"),
@@ -122,5 +122,5 @@ def test_a_router_loss_that_a_call_asks_for_is_refused() -> None:
 
 
 def test_a_loss_that_would_ignore_other_labels_is_refused() -> None:
-    with pytest.raises(ValueError, match="its loss takes no ignore_index, so it is not for the full sequence"):
+    with pytest.raises(ValueError, match="its loss takes no ignore_index, so it is not the loss of the full sequence"):
         _check(Model(), IDS, **PART, ignore_index=0)

@@ -5,8 +5,8 @@ that Adam makes small steps in must not count as much as it does for SGD: so eve
 divided by sqrt(v) + eps before its square is taken (as AdaptDL does for its AdamScale, with Pollux, arXiv 2008.12260).
 
 v is the mean of the second moments over a full tensor here, one number for each: then it is a few numbers that ranks
-exchange, and the gain is the same under every sharding. It is the last step's, so
-that all gradients of a step are measured in the same way.
+exchange, and the gain is the same under every sharding. It is taken from the last step, so that all gradients of a step
+are measured in the same way.
 """
 
 from __future__ import annotations

@@ -55,11 +55,12 @@ class AdaScale(Optimizer):
         >>> optimizer.step()
 
     Each backward pass of each rank is one sample of the gradient's noise. Under FSDP, ShardedDataParallel and tensor or
-    pipeline parallelism the numbers equal one process: each rank measures its own gradient before it is reduced.
+    pipeline parallelism the numbers are the same as on one process: each rank measures its own gradient before it is
+    reduced.
 
     Args:
         optimizer: The inner optimizer, of parameters, shards or, as OSS, on parts of parameters.
-        world_size: FairScale's: the number of data parallel ranks, which is `process_group`'s.
+        world_size: FairScale's: the number of data parallel ranks, which is the size of `process_group`.
         scale: How many times the batch of a step is as large as the one whose learning rate and schedule are used;
             `world_size * num_gradients_to_accumulate` if None.
         smoothing: The part of moving averages that stays at each step; `1 - world_size * num_gradients_to_accumulate /
@@ -74,7 +75,7 @@ class AdaScale(Optimizer):
             `DistributedPipe` over all ranks, this one alone. Of a ParallelDims these are the ranks of `loss`.
         model_parallel_group: The ranks that have other parts of the model for the same data: the ranks of tensor and
             pipeline parallelism. None is the group over which parameters are split in addition to `process_group`, or
-            the `DistributedPipe`'s, if there is one. Of a ParallelDims these are the ranks of `pp` and `tp`.
+            the group of the `DistributedPipe`, if there is one. Of a ParallelDims these are the ranks of `pp` and `tp`.
         options: The power of the gain, how gradients are measured, and the gradient scaler: see `AdaScaleOptions`.
 
     Attributes:
@@ -143,12 +144,12 @@ class AdaScale(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's."""
+        """The parameter groups of the inner optimizer."""
         return self._optimizer.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's."""
+        """The state of the inner optimizer."""
         return self._optimizer.state
 
     @property
@@ -280,7 +281,7 @@ class AdaScale(Optimizer):
         return True
 
     def _estimates(self) -> Estimates:
-        """With the gradients that are there already, if all of a step are."""
+        """The estimates with the present gradients, if all gradients of a step are there."""
         return self._statistics.estimates(self._loss_scale())
 
     def _loss_scale(self) -> float:
@@ -491,7 +492,7 @@ class AdaScaleWrapper(AdaScale):
     Args:
         params: The parameters, or groups of them, for the optimizer.
         optim_cls: The class of the optimizer.
-        **additional_optim_args: For the optimizer. All others, and errors, are the same as for `AdaScale`.
+        **additional_optim_args: For the optimizer. Other arguments, and errors, are the same as for `AdaScale`.
 
     See also: [the guide to AdaScale](../guides/adascale.md).
     """

@@ -82,5 +82,5 @@ def check_scale(scale: Any) -> None:
     if not is_real(scale) or not 1 <= scale < math.inf:
         raise ValueError(
             f"Scale must be at least 1, got {scale!r}. Pass the size of the batch of one step, over all ranks and "
-            "micro-batches, divided by the small batch whose learning rate you know"
+            "micro-batches, divided by the size of the small batch whose learning rate you know"
         )

@@ -61,7 +61,7 @@ def until_steps(
     """
     _check_adascale(optimizer)
     if not is_real(steps) or not steps >= 0:
-        raise ValueError(f"expected steps of 0 or more, got {steps!r}. Pass the small batch's")
+        raise ValueError(f"expected steps of 0 or more, got {steps!r}. Pass the steps of the small batch")
     epoch = math.ceil(optimizer.progress) if first_epoch is None else first_epoch
     while optimizer.progress < steps:
         set_epoch = getattr(getattr(batches, "sampler", None), "set_epoch", None)
@@ -103,7 +103,7 @@ class GainScheduler:
             also within a `SequentialLR` or `ChainedScheduler`; others go on.
 
     Raises:
-        TypeError: The optimizer is not an AdaScale, or the scheduler's `step` wants a value, as in
+        TypeError: The optimizer is not an AdaScale, or the scheduler's `step` wants a value, as it does in
             `ReduceLROnPlateau`.
         ValueError: `steps_per_call` is not above 0, or `total_steps` below 1.
 

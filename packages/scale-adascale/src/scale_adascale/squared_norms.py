@@ -2,7 +2,7 @@
 
 A model has hundreds of gradients, many of them short, and between two layers' products each call of torch costs some
 ten times its cost in a loop. So a short gradient is copied, by one call, and read with the others when the pass is
-over; of long ones norms of rows are written side by side. No gradient is kept itself unless it stays as it is: autograd
+over; of long ones norms of rows are written side by side. No gradient is kept unless it stays unchanged: autograd
 would have to copy what it can take now, and the memory of a gradient may be used again. Nothing waits for the device.
 """
 
@@ -75,7 +75,7 @@ def _common_values(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _NormBuffers:
-    """Where the norms of one long gradient are written: those of its rows, [rows], and that of the rest, [1], fp64."""
+    """Where the norms of one long gradient are written: of its rows, [rows], and of the rest, [1], fp64."""
 
     def __init__(self, values: Tensor) -> None:
         self.numel, self.dtype = values.numel(), values.dtype
@@ -134,7 +134,7 @@ class NormAccumulator:
         return copy.copy_(gradient)
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Adds the square of a gradient to those of its index, any number of times until `clear`."""
+        """Adds the square of a gradient to the sum of its index, any number of times until `clear`."""
         if self._added is None:
             self._added = torch.zeros(self._num, dtype=torch.float64, device=self._device)
         self._added[index] += sum_of_squares(gradient)
@@ -153,6 +153,6 @@ class NormAccumulator:
         if indices != self._norm_indices:
             self._norm_indices = indices
             self._index_tensor = torch.tensor(indices).to(self._device, non_blocking=True)
-        # The norm of rows' norms is that of all.
+        # The norm of the norms of rows is the norm of all elements.
         norms = torch.stack(torch._foreach_norm([norm for _, norms in self._norms for norm in norms], 2, torch.float64))
         return squares.index_add(0, self._index_tensor, norms.mul_(norms))

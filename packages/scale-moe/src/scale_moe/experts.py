@@ -33,7 +33,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class ExpertSharding(NamedTuple):
-    """How a parameter [E, ...] is divided: each rank has its experts, or some of their hidden features."""
+    """How a parameter [E, ...] is divided: each rank has its experts, with all or some of their hidden features."""
 
     shape: tuple[int, ...]  # of the full parameter
     sizes: tuple[int, ...]  # experts of each rank of the expert axis
@@ -96,7 +96,7 @@ class Experts(ShardedModule):
         gated:  down(activation(gate(x)) * up(x))      plain:  down(activation(up(x)))
 
     Parameters are as in transformers' experts: `gate_up_proj` [E, 2 * hidden, dim], gates first, or `up_proj`
-    [E, hidden, dim]; and `down_proj` [E, dim, hidden]. Initial values are `torch.nn.Linear`'s, and the same at
+    [E, hidden, dim]; and `down_proj` [E, dim, hidden]. Initial values are as in `torch.nn.Linear`, and the same at
     any number of ranks, where these have one seed.
 
     Args:
@@ -150,7 +150,7 @@ class Experts(ShardedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the values of all experts, one after another, and keeps this rank's."""
+        """Draws the values of all experts, one after another, and keeps the values of this rank's experts."""
         for name, sharding in self.shardings.items():
             param, shape, rank = local_tensor(self.get_parameter(name)), sharding.shape, self.group.rank
             if param.is_meta:
@@ -245,8 +245,8 @@ def compute_experts(
 def divide_gradient(param: Any, num_ranks: int) -> Tensor:
     """Returns the same values, whose gradient is divided by the ranks that send tokens to an expert.
 
-    An expert gets tokens from all these ranks, so its gradient is the sum over them, where any other parameter's
-    is averaged over the ranks. Divided, it is the average as well.
+    An expert gets tokens from all these ranks, so its gradient is the sum over them, while the gradient of any
+    other parameter is averaged over the ranks. Divided, it is the average as well.
 
     Examples:
         >>> import torch

@@ -73,7 +73,7 @@ def average_replicated_gradients(model: nn.Module, process_group: GroupLike = No
 
 
 def _is_divided_over(group: Group, param: Tensor) -> bool:
-    """Whether ranks of the group have other elements; ranks of an axis across, as the tensor axis, may all the same."""
+    """Whether ranks of the group have other elements; ranks of another axis, as the tensor axis, may nevertheless."""
     shard = shard_of(param)
     return shard is not None and any(
         axis.placement is Placement.SHARD and len(set(axis.group.ranks).intersection(group.ranks)) > 1

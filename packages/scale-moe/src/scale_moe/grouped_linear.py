@@ -32,7 +32,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tenso
         [R, out]; under autocast in its dtype.
 
     Raises:
-        ValueError: The counts are not for the experts, or do not add up to the rows.
+        ValueError: The counts do not match the experts, or do not add up to the rows.
 
     Examples:
         >>> import torch
@@ -46,7 +46,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tenso
     if len(counts) != len(weight) or sum(counts) != len(rows) or min(counts, default=0) < 0:
         raise ValueError(
             f"expected counts of {len(weight)} experts, as many as have weights here, that add up to {len(rows)} rows, "
-            f"got {list(counts)}, which add up to {sum(counts)}: give plan_dispatch's, plan.counts"
+            f"got {list(counts)}, which add up to {sum(counts)}: give plan.counts of plan_dispatch"
         )
     kind = rows.device.type
     if torch.is_autocast_enabled(kind):

@@ -139,10 +139,10 @@ class Balance:
 class MoE(nn.Module):
     """A mixture of experts that the ranks of a group divide; each rank has tokens of its own.
 
-    Outputs and gradients equal one process with all experts and the tokens of all ranks. Gradients follow the
-    rule of data parallel training: the average over ranks equals one process whose loss is the average. Gradients of
-    `experts` are averaged over `process_group` already, and left to average over ranks with the same experts, if there
-    are any; those of all else over all ranks.
+    Outputs and gradients are the same as on one process with all experts and the tokens of all ranks. Gradients follow
+    the rule of data parallel training: the average over ranks is the gradient of one process whose loss is the average.
+    Gradients of `experts` are averaged over `process_group` already. You still have to average them over ranks with the
+    same experts, if there are any, and all other gradients over all ranks.
 
     On one process nothing has to be initialized. The router computes in fp32.
 

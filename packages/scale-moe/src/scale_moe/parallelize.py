@@ -49,7 +49,7 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
     It finds modules by their structure: with an attribute `num_experts`, parameters whose first dimension is that, and
     a forward of hidden states [T, dim], indices of experts [T, k] and weights [T, k], as all mixtures of transformers 5
     have (Mixtral, Qwen-MoE, DeepSeek, OLMoE, GPT-OSS, ...). Routers, shared experts and all else stay complete on each
-    rank. Numbers equal the undivided model's, as `MoE` says; gradients too.
+    rank. Outputs and gradients are the same as in the undivided model, as `MoE` says.
 
     Each rank takes its experts out of its own copy, so that all must have the same values, as from one seed or file. On
     the meta device nothing is copied: load weights afterwards with `scale_snapshot.load_pretrained`.

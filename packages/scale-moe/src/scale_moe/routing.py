@@ -1,7 +1,7 @@
 """Routing: which experts each token goes to, and with which weight; functions of tensors, without parameters.
 
 T tokens, E experts, k choices of a token. "The batch" of capacity, expert choice and losses spans all ranks of
-`batch_process_group`, in rank order, so that the result equals one process with all tokens. A world of one,
+`batch_process_group`, in rank order, so that the result is the same as on one process with all tokens. A world of one,
 `Group()`, takes the tokens of this rank alone, as GShard's groups do.
 """
 

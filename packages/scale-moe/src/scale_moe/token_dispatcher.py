@@ -2,7 +2,7 @@
 
     tokens [T, dim]                                        of this rank
       -> a copy for each choice, sorted by expert          [A, dim]   A = the choices that go to an expert
-      -> all-to-all: each rank gets its experts'   [R, dim]
+      -> all-to-all: each rank gets its experts' copies    [R, dim]
       -> by expert; of one expert by rank, then by token
     experts
       -> the same way back
@@ -103,7 +103,7 @@ def plan_dispatch(
 
     Args:
         tokens: [T, dim], what will be sent.
-        expert_index: [T, k] int64; -1, or any number that is not an expert's, is none.
+        expert_index: [T, k] int64; -1, or any number without an expert, is no choice.
         weight: [T, k], what the outputs of the experts will be multiplied by.
         num_experts: E, of all ranks; see `experts_per_rank`.
         group: The ranks that the experts are divided between.
@@ -113,7 +113,7 @@ def plan_dispatch(
             they compare sums of their bits.
 
     Raises:
-        ValueError: The shapes do not fit each other. On all ranks: the layers or their routers differ, a weight
+        ValueError: The shapes do not fit each other. Raised on all ranks: the layers or routers differ, a weight
             of some rank is not finite, tokens need gradients on some ranks only, or ranks of a
             `tensor_parallel_group` have other tokens.
         TransferError: A rank did not come.

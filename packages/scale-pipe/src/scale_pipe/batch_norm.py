@@ -1,7 +1,7 @@
 """`DeferredBatchNorm`: running statistics of full mini-batches, updated once per mini-batch.
 
-Each micro-batch is normalized by its own statistics, since the others' are not known yet. They are merged, and
-the running averages are updated once per mini-batch instead of once per micro-batch.
+Each micro-batch is normalized by its own statistics, since the statistics of the others are not known yet.
+At the end of a mini-batch they are merged, and the running averages are updated once, instead of once per micro-batch.
 """
 
 from __future__ import annotations

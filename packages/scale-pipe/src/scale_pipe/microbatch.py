@@ -53,7 +53,8 @@ class NoChunk:
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"NoChunk: expected a Tensor, got {type(tensor).__name__}: only tensors are cut, so pass the value"
+                f"NoChunk: expected a Tensor, got {type(tensor).__name__}: only tensors are cut, so pass the value "
+                "without NoChunk"
             )
         self.tensor = tensor
 
@@ -169,8 +170,8 @@ def scatter(inputs: Any, chunks: int) -> list[Any]:
 def scatter_with_sizes(inputs: Any, chunks: int) -> tuple[list[Any], list[int]]:
     """Cuts a mini-batch into at most `chunks` micro-batches, nested as the inputs are, and returns their samples.
 
-    With one micro-batch it is the inputs themselves; otherwise tensors are views of the mini-batch's. Raises
-    TypeError if no tensor in it can be cut, and ValueError if tensors have different numbers of samples.
+    With one micro-batch it is the inputs themselves; otherwise tensors are views of the tensors of the mini-batch.
+    Raises TypeError if no tensor in it can be cut, and ValueError if tensors have different numbers of samples.
     """
     batch_size = batch_size_of(inputs)
     if batch_size is None:
@@ -281,7 +282,7 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def gather(outputs: Sequence[Any]) -> Any:
-    """Merges the outputs of all micro-batches: tensors along dimension 0, everything else must be equal in each.
+    """Merges the outputs of all micro-batches: tensors along dimension 0; other values must be equal in all.
 
     A single output is returned unchanged. Raises ValueError where outputs are not nested in the same way, tensors have
     no dimension or do not fit, or values that are no tensors differ.
@@ -298,8 +299,8 @@ def gather(outputs: Sequence[Any]) -> Any:
         if column.keys() != columns[0].keys():
             differing = sorted(column.keys() ^ columns[0].keys())
             raise ValueError(
-                f"expected outputs of the same nesting for every micro-batch; micro-batches 0 and {number} "
-                f"differ at output{differing[0]}: let the model return the same structure whatever its input is"
+                f"expected outputs with the same nesting for every micro-batch; the outputs of micro-batches 0 and "
+                f"{number} differ at output{differing[0]}: let the model return the same structure for every input"
             )
     for path, leaf in columns[0].items():
         row = [column[path] for column in columns]
@@ -347,6 +348,6 @@ def _check_equal(name: str, values: Sequence[Any]) -> None:
             same = False
         if not same:
             raise ValueError(
-                f"{name} is not a tensor and differs by micro-batch: {values[0]!r} for 0, {value!r} for {number}; "
-                "return a tensor [N, ...], or what is the same for all samples"
+                f"{name} is not a tensor and differs between micro-batches: {values[0]!r} for 0, {value!r} for "
+                f"{number}; return a tensor [N, ...], or what is the same for all samples"
             )

@@ -1,4 +1,4 @@
-"""A backward pass in two: the gradients of the inputs now, of the parameters later (zero-bubble schedules).
+"""A backward pass in two parts: gradients of the inputs now, gradients of the parameters later (zero bubble).
 
 Autograd's graph of a stage is walked once. Nodes that lead to an input are on the *path*; the others lead to parameters
 alone. The *boundary* is where the path has an edge to such a part:
@@ -16,9 +16,9 @@ gets the very gradients that one pass would have given it, so the sums are the s
 Vectors are an exception: some nodes, for example a layer norm, compute the gradients of their parameters on the way,
 at hardly any cost. These are taken in the first pass, and added to `grad` in the second.
 
-Some graphs can't be cut so, and have one pass: where one parameter is reached from two nodes of the
-boundary (its two summands would be added to `param.grad` one after the other), and where a function of Python, which
-may do anything, would have to run twice.
+Some graphs can't be cut, and have one pass: where one parameter is reached from two nodes of the boundary (its two
+summands would be added to `param.grad` one after the other), and where a function of Python, which may do anything,
+would have to run twice.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SplitBackward:
         self._later: list[tuple[_Segment, list[Tensor | None]]] = []
 
     def run_inputs(self, gradients: Gradients) -> list[Tensor | None] | None:
-        """Computes and returns the gradients of the inputs; `gradients` are those of the roots.
+        """Computes and returns the gradients of the inputs; `gradients` are the gradients of the roots.
 
         Returns None, and computes nothing, where the graph can't be cut.
         """

@@ -1,7 +1,7 @@
 """Tensor, sequence and context parallelism for PyTorch: a layer that several devices compute together.
 
-`layers/` has the layers of Megatron and FairScale, `conversion/` divides those of a model that exists already
-(`parallelize`); begin there. Below them is `comm` (collectives, with gradients too), which `mappings` gives under the
+`layers/` has the layers of Megatron and FairScale, `conversion/` divides the layers of an existing model
+(`parallelize`); begin there. Below them is `comm` (collectives, with gradients too), which `mappings` offers under the
 names of Megatron; on its level `async_tp/` (communication that overlaps with products), `attention/` (ring and Ulysses
 attention, and `context_parallel`, which puts them into a model), `random` and `state_dict`. `megatron` has the names of
 Megatron-LM that programs for it import: the getters of ranks and groups, the regions, its utilities.

@@ -2,7 +2,7 @@
 
 A module that was written for one process reshapes by its own number of heads. Where its projections are divided, that
 number is another one, and so is whatever depends on it. The meaning of each attribute is written down here, as rules
-with names; a module that no rule fits raises.
+with names; a module that no rule fits is an error.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class AttentionRule:
         key_value: The projections of the keys and values.
         fused: Projections of all three in one.
         layout: The order of their outputs: "stacked", all queries, all keys, all values; or "by_head", the query,
-            key and value of the first head, then the second one's.
+            key and value of the first head, then of the second one.
         classes: The attention modules, by the names of their classes, that it is for; none named is all.
-        not_classes: Those that it is not for, whatever their parts are called.
+        not_classes: The attention modules that it is not for, whatever their parts are called.
         heads: Attributes that hold the number of heads.
         key_value_heads: Attributes that hold the number of key-value heads.
         ratio: Attributes that hold how many heads share a key-value head.

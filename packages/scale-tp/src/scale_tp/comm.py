@@ -4,7 +4,7 @@ No argument is written to. Summands are added in rank order, half precision in f
 one process can compute the same number to the bit. On CUDA the order, and for half precision the rounding, are NCCL's.
 Each `start_...` returns a `PendingTensor`, so that something can be computed until it is waited for.
 
-Each mapping between regions is another one's backward:
+Each mapping between regions is the backward of another one:
 
 | forward        | backward       | mapping                   |
 |----------------|----------------|---------------------------|
@@ -307,7 +307,7 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     return function.apply(*args)
 
 
-# Each of these is another one's backward: see the table above.
+# Each of these is the backward of another one: see the table above.
 
 
 class _Copy(RegionEntry):

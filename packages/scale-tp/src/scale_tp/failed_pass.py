@@ -43,7 +43,7 @@ class CommunicatorAbort:
 
     @staticmethod
     def of(group: Group) -> CommunicatorAbort | None:
-        """A group's, made at the first call, which all ranks make; None where connections end by themselves."""
+        """The object of a group, made at the first call of all ranks; None where connections end by themselves."""
         if group.process_group is None or group.backend in ("fake", "gloo"):
             return None
         state = group.state.get_or_create(PassRecorder)

@@ -60,7 +60,7 @@ def initialize_model_parallel(
             sizes and has the groups already: leave the other arguments out.
         pipeline_model_parallel_size: Between how many stages the layers are.
         context_parallel_size: Between how many ranks each sequence is.
-        model_parallel_backend: Transport of the groups that divide layers; None is the default group's.
+        model_parallel_backend: Transport of the groups that divide layers; None is the transport of the default group.
         pipeline_backend: Transport between stages.
         cp_backend: Transport of the groups that divide sequences.
         ddp_backend: Transport between replicas.
@@ -68,7 +68,7 @@ def initialize_model_parallel(
 
     Raises:
         TypeError: A size is not an integer.
-        ValueError: The sizes don't divide the number of ranks; or other arguments stand beside a ParallelDims.
+        ValueError: The sizes don't divide the number of ranks; or other arguments are given with a ParallelDims.
         RuntimeError: It was called before.
 
     Examples:
@@ -126,7 +126,7 @@ def set_axis_group(axis: str, process_group: dist.ProcessGroup | None) -> None:
 
     Args:
         axis: "data", "pipeline", "context" or "model".
-        process_group: The group; None forgets the axis's, and for "model" all.
+        process_group: The group; None forgets the group of the axis, and for "model" of all axes.
     """
     group = None if process_group is None else group_of(process_group)
     if axis == "model" and (group is None or "model" not in _axes or group.ranks != _axes["model"].ranks):

@@ -25,7 +25,7 @@ from scale_tp.parallel_state import get_tensor_model_parallel_rank
 
 
 class RNGState(NamedTuple):
-    """The state of the generator of the host and, where there is an accelerator, of a device's."""
+    """The state of the generator of the host and, where there is an accelerator, of the generator of a device."""
 
     host: Tensor
     device: Tensor | None
@@ -45,7 +45,7 @@ def get_rng_state(device: torch.device | None = None) -> RNGState:
 
 
 def set_rng_state(state: RNGState, device: torch.device | None = None) -> None:
-    """Sets the generators to the state of `get_rng_state`; without an accelerator, a device's is left out."""
+    """Sets the generators to the state of `get_rng_state`; without an accelerator, only the generator of the host."""
     torch.set_rng_state(state.host)
     accelerator = _with_generator(device)
     if state.device is not None and accelerator is not None:
@@ -111,8 +111,8 @@ class RNGStatesTracker:
             if not (isinstance(argument, tuple) and len(argument) == 2 and isinstance(argument[0], torch.Tensor)):
                 raise TypeError(
                     f"expected the state of the stream '{name}' to be one that get_states() gives, of the host and of "
-                    f"the device, got {type(argument).__name__}: FairScale and Megatron keep one generator's "
-                    "alone, from which the streams can't go on; restart them, "
+                    f"the device, got {type(argument).__name__}: FairScale and Megatron keep only the "
+                    "state of one generator, from which the streams can't go on. Restart the streams: "
                     "scale_tp.model_parallel_manual_seed(seed)"
                 )
         self._states = {name: RNGState(*state) for name, state in states.items()}

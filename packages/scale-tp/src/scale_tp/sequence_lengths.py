@@ -115,7 +115,7 @@ def lengths_hint(rank: int, own: int) -> str:
 
 
 def check_sequence_dim(what: str, name: str, shape: Sequence[int], dim: int) -> int:
-    """Returns the dimension of the sequence counted from the first; `ValueError` where it is the features'."""
+    """Returns the dimension of the sequence counted from the first; `ValueError` if it has the features."""
     if not -len(shape) <= dim < len(shape) or dim % len(shape) == len(shape) - 1:
         raise ValueError(
             f"{what}: expected {name} to be one of the input's dimensions before its last, which are the features, got "

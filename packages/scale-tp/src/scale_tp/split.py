@@ -73,7 +73,7 @@ class Split:
         Args:
             total: How many indices there are.
             num_ranks: Between how many ranks they are divided; some have none where there are more ranks than blocks.
-            block: The number of indices that always stay together, for example the contexts of an attention head.
+            block: The number of indices that always stay together, for example the features of an attention head.
 
         Raises:
             ValueError: A negative size, no rank, or a total that is not a multiple of the block.
@@ -112,7 +112,8 @@ class Split:
         """
         if len({split.num_ranks for split in splits}) != 1:
             raise ValueError(
-                f"expected splits for one number of ranks, got {[split.num_ranks for split in splits]}: make them equal"
+                f"expected splits for one number of ranks, got {[split.num_ranks for split in splits]}: make all "
+                "with the same num_ranks"
             )
         offsets = [0, *itertools.accumulate(split.total for split in splits)]
         ranges = tuple(

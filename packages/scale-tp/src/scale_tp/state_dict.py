@@ -96,8 +96,8 @@ def load_full_state_dict(
         if name not in local_tensors:
             if strict:
                 raise ValueError(
-                    f"'{name}' is not a parameter or buffer of {type(model).__name__}: rename it, or strict=False to "
-                    "leave it out"
+                    f"'{name}' is not a parameter or buffer of {type(model).__name__}: rename it, or pass "
+                    "strict=False to leave it out"
                 )
             continue
         group, placement = placed.get(name, (Group(), ParamSharding(tuple(local_tensors[name].shape))))

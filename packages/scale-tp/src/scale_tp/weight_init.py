@@ -272,7 +272,7 @@ class FullWeightProxy(Tensor):
         return True
 
     def _draw(self, fill: Callable[[Tensor], object], size: int) -> None:
-        """Draws all elements in their order, `size` at a time, and keeps the part's."""
+        """Draws all elements in their order, `size` at a time, and keeps the elements of the part."""
         inner = self.shape[self.shard_dim + 1 :].numel()
         period = self.shape[self.shard_dim] * inner
         columns = [(first * inner, last * inner) for first, last in self.index_split.ranges[self.rank]]

@@ -44,13 +44,13 @@ def too_many_error(num_gradients: int, came: int | None) -> RuntimeError:
 def leftover_gradients_text(*, pass_failed: bool) -> str:
     """The error of a step whose first backward pass has added its gradients to others."""
     why = (
-        "a backward pass has failed after it had brought some, or they are the last step's"
+        "a backward pass has failed after it had brought some, or they are from the last step"
         if pass_failed
         else "the gradients of the last step, or of passes that were not measured"
     )
     return (
         f"expected no gradients, or zeros, before the first backward pass of a step, but there are some ({why}), so "
-        "that the mean would not be of what is measured. Call optimizer.zero_grad() before it"
+        "that the mean would not be the mean of the measured gradients. Call optimizer.zero_grad() before it"
     )
 
 
@@ -62,6 +62,6 @@ def changed_gradients_text(passes: int, num_gradients: int, *, pass_failed: bool
         else f"gradients were changed or cleared after {passes} of {num_gradients} backward passes of a step"
     )
     return (
-        f"{failure}, so that their mean is not what was measured. Call optimizer.zero_grad() and begin with "
-        "the first pass of the step; clip gradients and call model.zero_grad() after the last pass only"
+        f"{failure}, so that their mean is not the mean of the measured gradients. Call optimizer.zero_grad() and "
+        "begin with the first pass of the step; clip gradients and call model.zero_grad() after the last pass only"
     )

@@ -186,7 +186,7 @@ class LocalGradNorms:
         return [param.grad if self._indices.get(id(param)) in self._handles else None for param in params]
 
     def indices_of(self, params: Iterable[Tensor]) -> frozenset[int]:
-        """The indices of these parameters that have one."""
+        """The indices of these parameters, where they have one."""
         return frozenset(self._indices[id(param)] for param in params if id(param) in self._indices)
 
     # A backward pass.

@@ -214,7 +214,7 @@ def check_not_flattened(params: Iterable[Tensor]) -> None:
 # gradients are not averaged, or only after the backward pass, or ranks have other parts of the model, it is almost
 # surely another number: sums that differ by a multiple of 2^24 - 3 pass for equal.
 #
-# A gradient may have zeros wherever one looks, as that of an embedding has, and only one layer may be left out of the
+# A gradient may have zeros wherever one looks, as an embedding's has, and only one layer may be left out of the
 # gradients that averages. So the first steps look at all elements of all gradients, and later ones at some of one
 # gradient, each step at others. If no gradient is averaged any more, that is found in the same step even so, unless
 # these are zeros there.
@@ -226,7 +226,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def rank_factor(rank: int, size: int) -> int:
-    """An integer for each rank, at most 250 either way; those of all ranks sum up to zero."""
+    """An integer for each rank, at most 250 either way; the integers of all ranks sum up to zero."""
 
     def term(number: int) -> int:
         return (7 * number * number + 3 * number) % 251

@@ -61,7 +61,7 @@ def data_group_of(optimizer: Optimizer, given: GroupLike) -> Group:
         raise ValueError(
             f"expected process_group to be the ranks that have the same stages as this one, for other data, got "
             f"{list(data.ranks)}, of which some have other stages of the pipeline over {list(pipeline.ranks)}. Pass "
-            "AdaScale(..., process_group=the replicas of this rank's stages, as mesh['replica'])"
+            "AdaScale(..., process_group=the ranks with replicas of this rank's stages, as mesh['replica'])"
         )
     return data
 

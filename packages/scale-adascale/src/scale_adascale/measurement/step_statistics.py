@@ -29,8 +29,8 @@ from scale_core.comm.work import CollectiveWork
 from scale_core.hooks.microbatch_grads import StepSignature
 from scale_core.shard import as_local
 
-# Whether gradients are those that were measured is known without a look at most values: a tensor is itself as long as
-# it lives, and counts its changes.
+# Whether gradients are the measured ones is known without a look at most values: a tensor is itself as long as it
+# lives, and counts its changes.
 
 
 class GradVersion(NamedTuple):
@@ -87,7 +87,7 @@ def were_changed(before: Versions, grads: Grads, *, alone: bool, pass_failed: bo
 
 
 def has_new(grads: Grads, zeros: Versions, of_step: Versions = ()) -> bool:
-    """Whether any is neither one of the zeros that were written nor that of the last step."""
+    """Whether any is neither one of the zeros that were written nor the gradient of the last step."""
     return any(
         now is not None and not any(snapshot is not None and snapshot.matches(now) for snapshot in (zero, stepped))
         for now, zero, stepped in zip_longest(grads, zeros, of_step)
@@ -102,8 +102,9 @@ def _address_and_version(grad: Tensor) -> tuple[int, int]:
 class ConsecutiveGradients:
     """The last step's gradients, kept for the noise of one worker that accumulates nothing.
 
-    One gradient per step does not tell how noisy it is, so successive steps are compared. Their gradients are from
-    other weights: the change of the weights in between counts as noise. The other way is `batch_size.halves`.
+    One gradient per step does not tell how noisy it is, so the gradients of successive steps are compared. They are
+    computed with other weights: the change of the weights in between counts as noise. The other way is
+    `batch_size.halves`.
     """
 
     def __init__(self) -> None:
@@ -392,10 +393,10 @@ class StepStatistics:
     def set_batch_geometry(
         self, *, scale: float | None = None, num_gradients: int | None = None, is_small_batch_kept: bool | None = None
     ) -> None:
-        """Changes the settings, and the noise average to the batch which has scale 1 from now on.
+        """Changes the settings, and the noise average to the average for the batch that has scale 1 from now on.
 
-        A pass is taken to have as many samples as before; then the small batch is a step's over the scale, unless
-        `is_small_batch_kept` for one of the changes between two steps. None leaves each unchanged.
+        A pass is taken to have as many samples as before; then the small batch is the batch of a step over the scale,
+        unless `is_small_batch_kept` for one of the changes between two steps. None leaves each unchanged.
         """
         settings, estimates = self._settings, self._state.estimates
         if self._geometry is None or self._geometry.noise_after is not estimates.noise:

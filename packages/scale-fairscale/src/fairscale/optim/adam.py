@@ -33,7 +33,7 @@ class Adam(torch.optim.Adam):
         weight_decay: As for torch's.
         max_grad_norm: Without effect, as in FairScale.
         amsgrad: Must be False.
-        precision: `Precision.FULL_PRECISION`, or None, which is the parameters'.
+        precision: `Precision.FULL_PRECISION`, or None, which is the precision of the parameters.
 
     Raises:
         RuntimeError: `amsgrad`.

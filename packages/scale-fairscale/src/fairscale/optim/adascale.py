@@ -57,8 +57,8 @@ class AdaScale(scale_adascale.AdaScale):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps with the inner optimizer, its learning rates multiplied by the gain of each parameter group.
 
-        As in FairScale gradients may be averaged by hand after the last backward pass, outside of closures. Nothing
-        is measured then: such a step has the last gain, and a warning says so once.
+        As in FairScale gradients may be averaged by hand after the last backward pass, if no closure runs that pass.
+        Nothing is measured then: such a step has the last gain, and a warning says so once.
 
         Args:
             *args: As for `scale_adascale.AdaScale`.

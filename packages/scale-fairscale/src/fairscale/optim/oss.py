@@ -163,8 +163,8 @@ class OSS(scale_oss.OSS):
             warn_once(
                 "OSS.step()",
                 "these gradients were accumulated under no_sync() and not reduced, so that each part of the parameters "
-                "is updated by one rank's alone; run the last backward() before the step outside of no_sync(), "
-                "or call model.reduce()",
+                "is updated by the gradients of only one rank; run the last backward() before the step outside of "
+                "no_sync(), or call model.reduce()",
             )
         for bucket in {id(bucket): bucket for bucket, _ in waiting}.values():
             bucket.drop_consumed_grads()

@@ -101,7 +101,7 @@ def raise_on_all_ranks(
     limit_seconds: float | None,
     note: str = "",
 ) -> NoReturn:
-    """Raises on all ranks the same StageError: the earliest stage's, that failed.
+    """Raises the same StageError on all ranks: the error of the earliest stage that failed.
 
     `cause` was raised on this rank, and `note` tells changes that can't be undone.
     """

@@ -41,7 +41,7 @@ def module_fqns(stage: nn.Module) -> dict[str, str]:
 
 
 def original_fqn(fqns: Mapping[str, str], name: str) -> str:
-    """Returns the FQN of a tensor by its name in a stage; `fqns` are from `module_fqns`."""
+    """Returns the FQN of a tensor by its name in a stage; `fqns` is the result of `module_fqns`."""
     path, _, last = name.rpartition(".")
     return f"{fqns.get(path, path)}.{last}".lstrip(".")
 

@@ -19,7 +19,7 @@ class PipelineOptions:
 
     Attributes:
         stages_per_rank: For schedules that run with any number.
-        deferred_batch_norm: Batch norms update their running statistics once per step, by the full batch's.
+        deferred_batch_norm: Batch norms update their running statistics once per step, with the full batch.
         memory_cap: For the schedule "solve", the most live micro-batches on a rank, in model equivalents.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
         check_replicas_every: After how many steps the copies of parameters that several ranks hold, for example tied

@@ -264,7 +264,7 @@ class P2PError(TransferError):
 class P2PChannel:
     """The messages of one rank to and from the others, a tag for each slot: the same on all ranks, no two equal.
 
-    `pass_kind` is sent with each message; `received_kind` is from the last one received.
+    `pass_kind` is sent with each message; `received_kind` came with the last message.
     `matches_by_order`: tensors go by NCCL, so `start_tensors` is called for each slot in the order of the program.
     """
 

@@ -87,7 +87,7 @@ class DistributedPipe(StageModuleView):
     gives a mean over samples, or over the targets that count, as with `ignore_index`.
 
     Args:
-        module: An `nn.Sequential`, or the stages that `split(model, [...])` returns; only this rank's are kept.
+        module: An `nn.Sequential`, or the stages that `split(model, [...])` returns; a rank keeps only its own.
         schedule: A name ("1f1b", "zb_v", ...), a `Schedule`, or "solve": the second step and the links are measured,
             and the following steps run the schedule that the solver finds for these times.
         balance: The number of layers of each stage, for a sequence.
@@ -101,7 +101,7 @@ class DistributedPipe(StageModuleView):
         options: A `PipelineOptions`: stages on a rank, batch norms, the memory of "solve", and waits for other ranks.
 
     Raises:
-        TypeError: The module is not a sequence or list of stages, or the schedule is none.
+        TypeError: The module is neither a sequence nor a list of stages, or the schedule is not a schedule.
         ValueError: Numbers do not fit each other.
         RuntimeError: A launcher has started several ranks, and torch.distributed is not initialized.
         ContractError: The ranks have built different models, splits or schedules.
@@ -256,8 +256,8 @@ class DistributedPipe(StageModuleView):
 
         Raises:
             StageError: A stage has failed, or its arguments are wrong; on all ranks. Gradients are as before the
-                step, and training can go on. One reason is a loss that is a mean over other numbers of elements in
-                each micro-batch, so that their mean is not the mean of the batch.
+                step, and training can go on. One reason is a loss that is a mean over a different number of
+                elements in each micro-batch, so that the mean of these losses is not the mean over the batch.
             ScaleDistributedError: A rank was lost.
         """
         step_args = StepArgs(Arguments(args, kwargs), target, loss_fn, stage_inputs or {}, optimizer)
@@ -311,8 +311,8 @@ class DistributedPipe(StageModuleView):
 
         Returns:
             Where the rank of the last stage is given a target or a loss function, the mean loss as `step` returns it;
-            with `with_output` a tuple of the loss and the output. Without them the output, which is the full
-            batch on the rank of the last stage, and None on the others.
+            with `with_output` a tuple of the loss and the output. Without them the output: of the full
+            batch on the rank of the last stage, None on the others.
 
         Raises:
             StageError: As in `step`.
@@ -435,7 +435,7 @@ class DistributedPipe(StageModuleView):
             The norm before, a scalar, equal on all ranks.
 
         Raises:
-            ValueError: One of the two is not such a number.
+            ValueError: `max_norm` or `norm_type` is not such a number.
             TransferError: A rank did not come.
         """
         gradients = measured_gradients(list(self.parameters()))

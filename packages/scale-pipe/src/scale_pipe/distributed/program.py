@@ -5,8 +5,8 @@ the stage that stashes them to the one that pops them, and parameters that sever
 summed. Both are inserted here, as numbers and names alone:
 
 - the outputs of a computation are sent behind it: first to the neighbor, then along skips;
-- gradients of shared parameters, and data-parallel replicas' gradients, are exchanged after everything that a rank owes
-  to others and before its first optimizer step.
+- gradients of shared parameters and of data-parallel replicas are exchanged after everything that a rank owes to others
+  and before its first optimizer step.
 
 All computations of all ranks are put in one global order, and a transfer is one event of two ranks in it. Each rank's
 program is its part of that order. So any two ranks have the transfers between them in the same order, and some rank can

@@ -31,7 +31,7 @@ StageLoss: TypeAlias = Callable[[Any, int, ChunkSize], Any]
 """From the last stage's output, the number of the micro-batch and its size to its loss, a scalar."""
 
 OUTPUT = ""
-"""The name of what a stage returns to the next; other names are of skips."""
+"""The name of the output that a stage passes to the next; all other names are names of skips."""
 
 
 class _InputAlias(torch.autograd.Function):
@@ -175,9 +175,9 @@ class Stage:
         inputs_only: bool,
         reduces: bool,
     ) -> dict[str, list[Tensor | None]]:
-        """Computes the gradients of the inputs, and of the parameters unless `weight_gradients` does later.
+        """Computes the gradients of the inputs, and of the parameters unless they are left to `weight_gradients`.
 
-        `loss_grad` is given on the last stage, `arrived` are the gradients of other outputs. Returns the inputs'.
+        `loss_grad` is given on the last stage, `arrived` has gradients of other outputs. Returns gradients of inputs.
         """
         graph = self._graphs.pop(micro_batch)
         gradients: list[Tensor | None] = []
@@ -232,7 +232,7 @@ class Stage:
 
 
 def run_backward(roots: Sequence[GradientEdge], leaves: Sequence[Tensor], gradients: Gradients) -> list[Tensor | None]:
-    """Adds the gradients of parameters to their `grad`, and returns those of `leaves`; `gradients` are of the roots."""
+    """Adds gradients of parameters to their `grad`, and returns gradients of `leaves`; `gradients` are of `roots`."""
     pairs = [(root, gradient) for root, gradient in zip(roots, gradients, strict=True) if gradient is not None]
     if pairs:
         torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
@@ -282,7 +282,7 @@ _ONE_TENSOR, _ = _pickled(torch.empty(0))
 
 
 def pack(tree: Any) -> tuple[bytes, list[Tensor]]:
-    """Takes the tensors but those on the meta device out of a pytree. Raises TypeError if it can't be pickled."""
+    """Takes the tensors out of a pytree, but none on the meta device. Raises TypeError if it can't be pickled."""
     if type(tree) is Tensor and not tree.is_meta:
         return _ONE_TENSOR, [tree]
     try:

@@ -148,7 +148,7 @@ def _check_stage_inputs(stage_inputs: Any, num_stages: int) -> None:
 
 
 def _cut(inputs: Any, chunks: int, device: torch.device) -> Chunks:
-    """Cuts inputs; those without a tensor [N, ...] go to every micro-batch."""
+    """Cuts inputs; inputs without a tensor [N, ...] go to every micro-batch."""
     total = batch_size_of(inputs)
     parts = [unwrap_no_chunk(inputs)] * chunks if total is None else scatter(inputs, chunks)
     return Chunks(copy_to(device, parts), total)
@@ -183,7 +183,7 @@ class TimedPass(NamedTuple):
 
 
 class StepLoop:
-    """The passes of a rank: `kind` is the present one's, `last` the latest one that went well."""
+    """The passes of a rank: `kind` is the kind of the present one, `last` the latest one that went well."""
 
     def __init__(self, contract: Contract) -> None:
         self.last: TimedPass | None = None

@@ -1,6 +1,6 @@
 """Outputs that transformers' models collect in addition to the results of their modules, for example router logits.
 
-Forward hooks append them to lists of the outer forward, so each stage would have its own modules' alone, and
+Forward hooks append them to lists of the outer forward, so each stage would have outputs of its own modules only, and
 the balance loss of a mixture of experts would silently lack layers. So the outputs that a module has appended travel
 with the shapes of that call's result, and later stages append it in place of the call. The lists have no public access.
 """

@@ -94,7 +94,7 @@ def plan_cuts(model: nn.Module, cuts: Sequence[str], hold: Mapping[str, int | Se
 
 
 def _parts_are_called(module: nn.Module) -> bool:
-    """Whether a module's parts may be called one by one: a list's are, and a plain sequence's may be."""
+    """Whether a module's parts may be called one by one, as the parts of a list or of a plain sequence."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
@@ -116,7 +116,7 @@ def _items(module: nn.Module, name: str = "") -> Iterator[_Item]:
 
 
 def _with_ancestors(name: str) -> Iterator[str]:
-    """Yields a name, its holder's, and so on up to the model's, which is ""."""
+    """Yields a name, the name of the module that holds it, and so on up to the model's, which is ""."""
     yield name
     while name:
         name = name.rpartition(".")[0]

@@ -205,8 +205,8 @@ class Replay:
             if leaf is NotForwarded.VALUE:
                 if not same_structure:
                     raise SplitError(
-                        f"an argument of {self._begin!r} is neither a tensor nor plain, so each stage takes its own, "
-                        f"but on stage {self._stage} the call has other arguments than on the stage before"
+                        f"an argument of {self._begin!r} is neither a tensor nor a plain value, so each stage takes "
+                        f"its own, but on stage {self._stage} the call has other arguments than on the stage before"
                     )
                 sent[index] = local_leaves[index]
             elif same_structure:

@@ -66,7 +66,7 @@ def split(
         One stage more than there are cuts. Where an `nn.Sequential` is cut at its own layers, they are sequences.
 
     Raises:
-        TypeError: The model is not a module; cuts, `hold` or `pass_on` are no names; a cut is a module that is never
+        TypeError: The model is not a module; cuts, `hold` or `pass_on` are not names; a cut is a module that is never
             called.
         ValueError: There is no module or argument of a name; cuts are out of order or named twice; there is no such
             stage; a split module's forward was replaced, which its copies could not follow.

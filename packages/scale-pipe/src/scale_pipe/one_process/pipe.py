@@ -27,7 +27,7 @@ Device = torch.device | str | int
 def resolve_devices(devices: Iterable[Device] | None, balance: Sequence[int] | None) -> list[torch.device]:
     """Returns devices with their index; None is all accelerators, or the CPU for each partition of the balance.
 
-    Raises TypeError if `devices` is not a list, and ValueError if the device does not exist.
+    Raises TypeError if `devices` is not a list, and ValueError if a device does not exist.
     """
     if devices is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -99,8 +99,8 @@ class Pipe(nn.Module):
         ['0.weight', '0.bias', '2.weight', '2.bias']
 
     A mini-batch is cut into micro-batches, which go through the partitions one after the other, in GPipe's order.
-    Outputs and gradients equal the layers' called with each micro-batch. Parameters keep the names of the
-    sequence, whatever the balance; `partitions` holds the same layers, and is in no name.
+    Outputs and gradients are the same as if the layers were called with each micro-batch. Parameters keep the names of
+    the sequence, whatever the balance; `partitions` holds the same layers, and is in no name.
 
     Args:
         module: The layers, each of them once. They are moved to their devices; each calls the next with its output.
@@ -122,10 +122,10 @@ class Pipe(nn.Module):
         pipeline: Runs them.
 
     Raises:
-        TypeError: The module is not an `nn.Sequential`, or has its own forward; balance or devices is no list; `stash`
-            and `pop` of its layers do not match.
+        TypeError: The module is not an `nn.Sequential`, or has its own forward; balance or devices is not a list;
+            `stash` and `pop` of its layers do not match.
         ValueError: The balance is missing, or does not fit; chunks or checkpoint is none of those above; a layer occurs
-            twice; the sequence itself has hooks; one tensor would have to be on two devices; the device does not exist.
+            twice; the sequence itself has hooks; one tensor would have to be on two devices; a device does not exist.
         IndexError: There are fewer devices than partitions.
 
     See also: [the guide to pipelines](../guides/pipe.md).
@@ -184,8 +184,8 @@ class Pipe(nn.Module):
             TypeError: There is no tensor to cut.
             ValueError: Tensors cannot be cut in the same proportions; outputs cannot be merged.
             RuntimeError: A layer was replaced after the pipeline was made.
-            Exception: A layer's, with its own traceback and a note on where it was raised. The next mini-batch is
-                not affected.
+            Exception: The error of a layer, with its own traceback and a note on where it was raised. The next
+                mini-batch is not affected.
         """
         if (self.chunks, self.checkpoint) != self._checked:  # Both may be set.
             check_checkpoint(self.checkpoint)

@@ -108,7 +108,7 @@ class Workers:
         return {**self.__dict__, "_executors": {}}
 
     def run(self, tasks: Sequence[tuple[torch.device, Callable[[], R]]]) -> list[R]:
-        """Runs tasks, on different devices at the same time, and returns their results.
+        """Runs tasks, at the same time if they are for different devices, and returns their results.
 
         The error of the first task in the list that failed is raised when no task runs any more.
         """

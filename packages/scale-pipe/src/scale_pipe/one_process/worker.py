@@ -22,8 +22,8 @@ class CallerContext:
     """The modes of the calling thread, which another thread would not have.
 
     Grad and inference mode, autocast, the default device, hooks for saved tensors, switches of checkpointing, and the
-    current stream of each device. Generators of random numbers are the process's, whatever the thread; only what
-    is drawn from the host's and the task's device's is drawn again in a recomputation, since others belong to
+    current stream of each device. Generators of random numbers belong to the process, whatever the thread. A
+    recomputation draws again only from the generators of the host and of the task's device, since others belong to
     other threads. (If several threads draw from the host's at the same time, the order can't be repeated.)
 
     Raises RuntimeError under a dispatch mode, which sees the operators of its own thread alone.

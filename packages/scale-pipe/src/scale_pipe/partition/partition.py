@@ -22,7 +22,7 @@ from scale_pipe.integers import plain_integer
 from scale_pipe.partition.partition_function import Partition
 
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes of modules, in a forward and its backward."""
+"""Attributes of modules that hold the hooks of a forward and its backward."""
 
 
 class Partitions(NamedTuple):
@@ -82,8 +82,8 @@ def check_sequential(module: nn.Module) -> None:
     # Its layers are called one by one, past itself: code of its own around them would silently be left out.
     if "forward" in vars(module) or type(module).forward is not nn.Sequential.forward:
         raise TypeError(
-            f"module has its own forward, {type(module).__name__}'s, which would not run, as its layers are "
-            "called one by one: let a layer do what it does, or cut the model by names: "
+            f"module has its own forward, {type(module).__name__}.forward, which would not run, because the "
+            "layers are called one by one: let a layer do what it does, or cut the model by names: "
             'scale_pipe.split(module, ["4"])'
         )
     if hooks := forward_hook_names(module):

@@ -51,7 +51,7 @@ Result: TypeAlias = tuple[Any, dict[SkipKey, Any]]
 
 
 class PartitionFunction(nn.Module):
-    """Calls a module with the skips that it pops, and returns those that it stashes; errors name its layers.
+    """Calls a module with the skips that it pops, and returns the skips that it stashes; errors name its layers.
 
     `clones` is for a module that changes its inputs in place where they are needed again.
     """
@@ -74,7 +74,7 @@ class PartitionFunction(nn.Module):
         return self(*given.args, **given.kwargs), {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output; where it has skips, the first argument are those popped, and a `Result` is returned."""
+        """The module's output; if it has skips, the first argument has the popped ones, and a `Result` is returned."""
         popped, args = (args[0], args[1:]) if self._has_skips else ({}, args)
         if self._clones:
             args, kwargs = map_tensors(torch.clone, (args, kwargs))

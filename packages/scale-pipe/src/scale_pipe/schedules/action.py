@@ -1,7 +1,7 @@
 """Actions: the work of a rank on a stage and a micro-batch. A schedule is lists of these and nothing else.
 
-The validator, the simulator, the pictures and the runtime read the same lists: a schedule runs as proved and
-drawn.
+The validator, the simulator, the pictures and the runtime read the same lists: a schedule runs in the order
+that was checked and drawn.
 """
 
 from __future__ import annotations

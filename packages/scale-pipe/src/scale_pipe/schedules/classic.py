@@ -56,7 +56,7 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
         rank 0: F0.0 F0.1           B0.0 F0.2      B0.1      B0.2
         rank 1:      F1.0 B1.0 F1.1 B1.1      F1.2 B1.2
 
-    Rank r holds P - r micro-batches; the bubble is GPipe's.
+    Rank r holds P - r micro-batches; the bubble is the same as in GPipe.
 
     Raises:
         ValueError: A number is not positive.

@@ -60,8 +60,8 @@ class ScheduleSimulation:
     def bubble(self) -> float:
         """The share of the makespan in which the busiest rank is idle: 1 - work / makespan.
 
-        With equal stages it is every rank's. Other ranks are idle for longer where they have less work, which is
-        a matter of the balance and not of the schedule; see `idle`.
+        With equal stages it is the same on every rank. Other ranks are idle for longer where they have less work, which
+        is a matter of the balance and not of the schedule; see `idle`.
         """
         return 1 - max(self.busy) / self.makespan if self.makespan else 0.0
 

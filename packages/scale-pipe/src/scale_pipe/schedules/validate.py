@@ -98,7 +98,7 @@ def caps_by_rank(memory_cap: float | Sequence[float] | None, num_ranks: int) -> 
         raise ValueError(f"expected a memory_cap for each of {num_ranks} ranks, or one number, but got {len(caps)}")
     for rank, cap in enumerate(caps):
         if not cap > 0:
-            raise ValueError(f"a memory_cap is positive, but rank {rank}'s is {cap}")
+            raise ValueError(f"memory_cap must be positive, but is {cap} for rank {rank}")
     return caps
 
 

@@ -29,7 +29,7 @@ def draw(simulations: ScheduleSimulation | Sequence[ScheduleSimulation], *, widt
     """Returns an SVG: a row for each rank, a box for each computation, and time from left to right.
 
     Several simulations, for example planned and measured, are drawn one below the other on one scale of time. A box
-    has the number of its micro-batch; the paler it is, the earlier its stage is among its rank's.
+    has the number of its micro-batch; the paler it is, the earlier its stage is among the stages of its rank.
 
     Args:
         simulations: One or more.

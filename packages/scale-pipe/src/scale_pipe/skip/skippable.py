@@ -45,7 +45,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         pop: Names that it pops, all of them in each forward.
 
     Raises:
-        TypeError: Names are no list of strings, or the decorated object is not a class of modules.
+        TypeError: Names are not a list of strings, or the decorated object is not a class of modules.
 
     See also: [the guide to pipelines](../guides/pipe.md).
     """

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class SkipTracker:
-    """The tensors that are stashed and not popped yet, by key; a thread's outlives single calls."""
+    """The tensors that are stashed and not popped yet, by key; the tracker of a thread outlives single calls."""
 
     def __init__(self, popped: Mapping[SkipKey, Any] = MappingProxyType({}), *, of_thread: bool = False) -> None:
         self.tensors, self.stashed, self.of_thread = dict(popped), set[SkipKey](), of_thread

@@ -1,8 +1,8 @@
 """Linear layers without sequence parallelism whose all-reduces overlap with their own matrix products.
 
-A column parallel layer sums the gradient of its input while its weight's is computed. A row parallel layer cuts
-its rows into pieces: the sum of one is sent while the next is multiplied. The numbers are those without overlap, as in
-`collective_matmul`, and gradients of gradients do not pass.
+A column parallel layer sums the gradient of its input while the gradient of its weight is computed. A row parallel
+layer cuts its rows into pieces: the sum of one is sent while the next is multiplied. The numbers are the same as
+without overlap, as in `collective_matmul`, and gradients of gradients do not pass.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from scale_tp.comm import PendingTensor, RegionEntry, RegionExit, apply, start_a
 def linear_with_grad_all_reduce(
     input: Tensor, weight: Tensor, bias: Tensor | None, group: Group
 ) -> tuple[Tensor, Tensor]:
-    """Multiplies an input that all ranks have; its gradient is summed while the weight's is computed.
+    """Multiplies an input that all ranks have; its gradient is summed while the weight gradient is computed.
 
     Returns the input inside of the region, for other readers, and [..., outputs of this rank].
     """

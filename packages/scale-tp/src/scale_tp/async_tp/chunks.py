@@ -155,7 +155,7 @@ def matmul_into(rows: Tensor, factor: Tensor, bias: Tensor | None, out: Tensor) 
 
 
 def product_dtype(input: Tensor, weights: Sequence[Tensor]) -> torch.dtype:
-    """The dtype of a matrix product: all factors' dtype, or autocast's; `ValueError` where they have several."""
+    """The dtype of a matrix product: the dtype of all factors, or of autocast; `ValueError` where factors differ."""
     kind = input.device.type
     if torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

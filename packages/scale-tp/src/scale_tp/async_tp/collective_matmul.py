@@ -1,14 +1,14 @@
 """Linear layers whose communication overlaps with their own matrix products (asynchronous tensor parallelism).
 
 Where a sequence parallel layer gathers its input, this rank's shard is multiplied while the rest is sent; where it
-scatters a sum, the others' parts are computed first, and sent while the rest is computed. So the work is cut along the
-sequence: into the ranks' parts, and the others' into `pieces`. In the backward pass of the first, the gradient
-of the input is sent while the weight's is computed; in the second's, the gradient is gathered, and
-multiplied as it comes. (Also called micro-pipelined tensor parallelism, or decomposed collectives: Wang et al., ASPLOS
-2023.)
+scatters a sum, the parts of the other ranks are computed first, and sent while the rest is computed. So the work is cut
+along the sequence: into one part for each rank, and the parts of other ranks into `pieces`. In the backward pass of the
+first, the gradient of the input is sent while the gradient of the weight is computed. In the backward pass of the
+second, the gradient is gathered, and multiplied as it comes. (Also called micro-pipelined tensor parallelism, or
+decomposed collectives: Wang et al., ASPLOS 2023.)
 
-The numbers equal the layers without overlap, sums in the same order: to the bit where the kernel of a matrix
-product of a row does not depend on the number of rows. Gradients of weights are one product, as without.
+The numbers are the same as without overlap, because sums have the same order: to the bit where the kernel of a matrix
+product computes a row in the same way for any number of rows. Gradients of weights are one product, as without overlap.
 Gradients of gradients do not pass.
 """
 
@@ -109,7 +109,7 @@ def linear_scatter(
     sizes: Sequence[int] | None = None,
     pieces: int = 1,
 ) -> Tensor:
-    """Multiplies with a weight, and scatters the sum over the ranks along the sequence, part by part.
+    """Multiplies with a weight, and scatters the sum over the ranks along the sequence, each part when it is ready.
 
     The product of a row parallel layer under sequence parallelism. In the backward pass the gradient is gathered, and
     multiplied as its parts arrive.

@@ -62,8 +62,8 @@ def get_batch_on_this_cp_rank(
     """Returns this rank's part of a batch for a model of transformers, to be called as `model(**part)`.
 
     All ranks of the group have the same batch, of full sequences. Besides the parts of its tensors the result has
-    `position_ids`; and where there are `labels`, a causal model's shifted before they were cut, as
-    `shift_labels`, and `num_items_in_batch`, so that the mean of `model(**part).loss` over the ranks of
+    `position_ids`. Where there are `labels`, it also has `num_items_in_batch`, and for a causal model `shift_labels`,
+    the labels shifted before they were cut. So the mean of `model(**part).loss` over the ranks of
     `loss_process_group` is the loss of all their tokens. With a causal model `attention_mask` has ones alone,
     which keeps transformers from taking the part for packed sequences, since its positions are no single run; but where
     padding would be attended to, it is a mask of this rank's positions [batch, 1, positions or 1, positions], as models

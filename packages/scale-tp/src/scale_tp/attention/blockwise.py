@@ -86,8 +86,8 @@ def block_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a block's share of the gradients of query, key and value, from the merged results over all keys.
 
-    `gradient` is the merged output's, `offset` the sum of it times that output over the last dimension, and `lse`
-    as merged.
+    `gradient` is the gradient of the merged output, `offset` the sum of `gradient` times that output over the last
+    dimension, and `lse` as merged.
     """
     of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for rows, seen in _pieces(query, key, diagonal):

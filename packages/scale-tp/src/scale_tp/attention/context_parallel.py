@@ -56,7 +56,7 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
             (`ulysses_attention`), which allows dropout.
 
     Raises:
-        ValueError: In an attention whose result would not equal one process: a mask that says more than which keys
+        ValueError: In an attention whose result would differ from one process: a mask that says more than which keys
             are padding, dropout with "ring", keys of another length than the queries (cross attention, a cache), parts
             that are the same on all ranks. After the forward of a model of transformers without `position_ids`, or with
             sliding windows. At the end of the block, where no attention was computed. In a backward pass behind the

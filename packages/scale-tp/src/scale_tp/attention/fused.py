@@ -2,7 +2,7 @@
 
 A kernel gives the log of the sum of exponentials with the output, so its blocks merge as in `blockwise`. Its
 backward takes the merged output and the merged log in place of its own: then the weights that it computes again are
-the softmax's over all keys. (FlashAttention-2, arXiv 2307.08691; ring attention, arXiv 2310.01889.)
+the weights of the softmax over all keys. (FlashAttention-2, arXiv 2307.08691; ring attention, arXiv 2310.01889.)
 
 Each block is rounded to the dtype of the query once, before blocks are merged in fp32.
 """

@@ -146,7 +146,7 @@ def _agreed_length(tensor: Tensor, dim: int, length: int | None, group: Group, o
     if len({row[1] for row in rows}) > 1:
         replies = exchange_text(f"{tensor.size(dim)} positions {words}", group)
         by_rank = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(replies))
-        raise ValueError(f"join_sequence: the ranks bring different things: {by_rank}: make the same call on all")
+        raise ValueError(f"join_sequence: the ranks bring different things: {by_rank}: make the same call on all ranks")
     lengths = [row[0] for row in rows]
     total = sum(lengths) if length is None else length
     expected = list(rank_positions(total, group.size, order).sizes)

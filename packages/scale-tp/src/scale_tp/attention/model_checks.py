@@ -84,7 +84,7 @@ class ModelCheck:
         if adds_router_loss:
             raise ValueError(
                 f"{name} and output_router_logits=True, which adds a loss of how the router divides this rank's tokens "
-                "alone, whose mean over the ranks is not the full sequence's: set "
+                "alone, whose mean over the ranks is not the loss of the full sequence: set "
                 "model.config.output_router_logits = False, or train without context_parallel"
             )
         # A model with a loss of its own, as BERT's, accepts these arguments and does nothing with them.
@@ -98,15 +98,15 @@ class ModelCheck:
             needed.add("shift_labels")
         if needed - takes.keys():
             raise ValueError(
-                f"{name}, and its loss takes no {' and no '.join(sorted(needed - takes.keys()))}, so it is not for "
-                "the full sequence: take labels out of the batch, and compute the loss from logits and targets = "
-                "scale_tp.split_sequence(labels): F.cross_entropy(logits.flatten(0, 1), targets.flatten(), "
+                f"{name}, and its loss takes no {' and no '.join(sorted(needed - takes.keys()))}, so it is not "
+                "the loss of the full sequence: take labels out of the batch, and compute the loss from logits and "
+                "targets = scale_tp.split_sequence(labels): F.cross_entropy(logits.flatten(0, 1), targets.flatten(), "
                 'reduction="sum") / scale_tp.num_tokens_per_rank(targets)'
             )
         missing = sorted(name for name in needed if given.get(name) is None)
         if missing:
             raise ValueError(
-                f"{name} but without {' and '.join(missing)}, so its loss is not the full sequence's: call "
+                f"{name} but without {' and '.join(missing)}, so its loss is not the loss of the full sequence: call "
                 "model(**scale_tp.get_batch_on_this_cp_rank(batch))"
             )
 

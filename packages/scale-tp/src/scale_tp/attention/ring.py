@@ -187,7 +187,7 @@ class _Ring:
         return None if self.hidden is None else self.hidden[self.source(step)][:, :num_keys]
 
     def send_recv(self, part: Tensor, step: int, row: int, tag: int) -> CollectiveWork:
-        """Starts to send this step's [positions * row] to the next rank, and to receive the next step's."""
+        """Starts to send this step's [positions * row] to the next rank, and to receive the same for the next step."""
         sent, received = [0] * self.group.size, [0] * self.group.size
         following, before = (self.group.rank + 1) % self.group.size, (self.group.rank - 1) % self.group.size
         sent[following] = part.numel()

@@ -176,7 +176,7 @@ class _HeadExchange:
 
 
 def _sum_of_heads(parts: Sequence[Tensor], split: Split) -> Tensor:
-    """Returns all heads from each rank's; copies are added in rank order, in fp32 at least."""
+    """Joins the heads of all ranks; copies are added in rank order, in fp32 at least."""
     if split.is_in_rank_order:
         return torch.cat(list(parts), 1)
     batch, _, length, size = parts[0].shape

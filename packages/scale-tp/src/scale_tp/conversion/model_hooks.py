@@ -4,9 +4,9 @@ Tensor parallel ranks compute the same outside of the divided layers: on the sam
 Where one of them does not, the sums over ranks are of numbers that don't belong together, and no shape shows it.
 
 They compare nothing at the end of a step, so they can't abort a step together. The rank that fails publishes its error,
-and asks the others whether they have failed, too. Those that have go on as before. Those that wait for something else
-do not answer, which ends the connections: they raise at once, with this rank's error, and this rank can't run the pass
-again while the others are in the middle of it and take its messages for those that they wait for.
+and asks the others whether they have failed, too. Ranks that have failed go on as before. Ranks that wait for
+something else do not answer, which ends the connections: they raise at once, with this rank's error. So this rank can't
+run the pass again while the others are in the middle of it and take its messages for the ones that they wait for.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from scale_tp.rank_checks import (
 
 # How long the other ranks may take to fail as well, where all of them do.
 _GRACE_SECONDS = 5.0
-# No other record has so many integers, so that none of another check is taken for this one.
+# No other record has this many integers, so that no record of another check is taken for this one.
 _RECORD = [0] * 9
 
 
 class ReplicaCheck(ForEachShardHook):
     """Forward pre-hook of a model: compares the replicated parameters, every `every` forwards.
 
-    With `only_reproducible` those on devices where equal computations have equal results, to the bit.
+    With `only_reproducible` only the ones on devices where equal computations have equal results, to the bit.
     """
 
     def __init__(self, group: Group, every: int, *, only_reproducible: bool) -> None:
@@ -85,7 +85,7 @@ class OptimizerStepCheck(ForEachShardHook):
 
     @property
     def recorded_steps(self) -> OptimizerSteps:
-        """Those since the last comparison."""
+        """The steps since the last comparison."""
         return self._contract.recorded_steps
 
     def params(self) -> Iterable[nn.Parameter]:

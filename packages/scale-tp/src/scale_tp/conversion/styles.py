@@ -27,9 +27,8 @@ class Style:
     """How one module is divided between ranks.
 
     Attributes:
-        divides: Which dimension of the weight is divided: for the outputs or the inputs of a linear layer, the
-            words or the width of an embedding; "sequence" divides no weight, but the module's activations; and
-            "nothing".
+        divides: The dimension of the weight that is divided: the outputs or inputs of a linear layer, the words or
+            the width of an embedding; "sequence" divides no weight, but the module's activations; and "nothing".
         input: The input: all of it, the same on all ranks, or a rank's shard, as a layer before gives it.
         output: The output: all of it, or a rank's "part"; or a "summand", which another module sums.
         stacked: How many matrices of equal size the weight is made of, each divided by itself: 2 for gate and up
@@ -86,7 +85,7 @@ STYLES: Mapping[str, Style] = MappingProxyType(
         "all_reduce": Style("nothing", input="part"),
     }
 )
-"""The styles by the names that transformers gives them, older releases' included; and "interleaved_colwise"."""
+"""The styles by the names that transformers gives them, also in older releases; and "interleaved_colwise"."""
 
 UNSUPPORTED_STYLES: Mapping[str, str] = MappingProxyType(
     {
@@ -99,7 +98,7 @@ UNSUPPORTED_STYLES: Mapping[str, str] = MappingProxyType(
         "mla_kv_a_proj": "it needs to know which part of an output other layers divide again",
     }
 )
-"""Styles of transformers that raise, and why."""
+"""Styles of transformers that are not supported, and why."""
 
 _UNSUPPORTED_WITH_SIBLINGS = ("mla_kv_a_proj",)  # Siblings divide its output.
 
@@ -188,7 +187,7 @@ def _style_of(key: str, value: object) -> Style:
     if value in UNSUPPORTED_STYLES:
         raise ValueError(
             f"the plan's {key!r}: the style {value!r} is not supported ({UNSUPPORTED_STYLES[value]}): leave it out of "
-            "the plan, so that all ranks compute the same there"
+            "the plan, so that all ranks compute the same in that module"
         )
     if value not in STYLES:
         raise ValueError(f"the plan's {key!r}: unknown style {value!r}; {did_you_mean(value, sorted(STYLES))}")

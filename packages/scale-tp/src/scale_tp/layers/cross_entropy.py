@@ -48,7 +48,7 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: [..., words of this rank], as a `ColumnParallelLinear` without `gather_output`
             gives, or a slice of it, for example `logits[:, :-1]`. They are not changed or copied. Logits of
-            all words, the same on all ranks as with `gather_output`, raise.
+            all words, the same on all ranks as with `gather_output`, are an error.
         target: [...] of integers: words of the full vocabulary; the same on all ranks.
         weight: [words of all ranks], floating point, the same on all ranks: the loss of a target is multiplied by that
             of its word, and "mean" divides by the sum of them. Not together with label smoothing or a z-loss.

@@ -1,8 +1,8 @@
 """Dropout on a tensor that is divided between ranks: it drops the elements that the full tensor would drop.
 
 The mask of the full tensor is drawn on each rank, block by block, and this rank's shard of it is kept. So the result
-equals one process, and a recomputation needs no more than torch's own random state. The cost is drawing all elements
-on each rank.
+is the same as on one process, and a recomputation needs no more than torch's own random state. The cost is drawing all
+elements on each rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ParallelDropout(nn.Dropout):
     Args:
         p: The probability of an element to be dropped.
         inplace: Write to the input.
-        dim: The dimension that is divided: by default the sequence's in [batch, sequence, features].
+        dim: The dimension that is divided: by default the sequence in [batch, sequence, features].
         split: How it is divided; None is as the sequence was, by a region or a layer.
         process_group: The ranks; None is the model axis, or this process alone.
 

@@ -27,7 +27,7 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
 
     Args:
         module: A module that is divided, or that holds such; on the meta device nothing happens to its parameters.
-        function: Is called with the module once. It fills parameters in place, as `torch.nn.init`'s do. A value
+        function: Is called with the module once. It fills parameters in place, as in `torch.nn.init`. A value
             that it reads before it has written it is NaN where other ranks have it. Where it looks at the values of a
             parameter, that parameter is built in full until it returns.
 

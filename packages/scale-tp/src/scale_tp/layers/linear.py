@@ -197,7 +197,7 @@ class ColumnParallelLinear(_ParallelLinear):
 class RowParallelLinear(_ParallelLinear):
     """`y = x W^T + b`, to which each rank adds what some of the input features give.
 
-    Arguments that are not listed are `ColumnParallelLinear`'s.
+    Arguments that are not listed are the same as in `ColumnParallelLinear`.
 
     Args:
         in_features: Size of the full input's last dimension; it need not divide by the ranks.

@@ -25,7 +25,7 @@ class LayerOptions:
             gradients of copies are summed.
         overlap_pieces: In a `ColumnParallelLinear` the number of pieces of the other ranks' parts of the sequence,
             each multiplied while the next ones are sent; in the backward pass the gradient of the input is sent while
-            the weight's is computed, which without `sequence_parallel` is all there is. In a `RowParallelLinear`
+            the gradient of the weight is computed, and without `sequence_parallel` only that. In a `RowParallelLinear`
             into how many pieces to cut each rank's part of the sequence, or the rows without `sequence_parallel`: the
             sum of one travels while the next is multiplied. None does not overlap.
         input_is_inside: Whether the input of a `ColumnParallelLinear` has been brought into the divided region already,

@@ -15,7 +15,7 @@ from scale_core.comm.group import Group, group_of
 
 
 class SyncBatchNorm(nn.BatchNorm2d):
-    """A batch norm of any number of dimensions, whose statistics are over all ranks' batches together.
+    """A batch norm of any number of dimensions, whose statistics are computed over the batches of all ranks.
 
     In new code: `torch.nn.SyncBatchNorm`.
 
@@ -26,9 +26,9 @@ class SyncBatchNorm(nn.BatchNorm2d):
         torch.Size([4, 3, 2])
 
     Args:
-        *args: `nn.BatchNorm2d`'s.
+        *args: As for `nn.BatchNorm2d`.
         process_group: The ranks; None is the default group.
-        **kwargs: `nn.BatchNorm2d`'s.
+        **kwargs: As for `nn.BatchNorm2d`.
     """
 
     def __init__(self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any) -> None:
@@ -64,7 +64,7 @@ class SyncBatchNorm(nn.BatchNorm2d):
         return normalized.to(input.dtype)
 
     def _update_statistics(self, mean: Tensor, variance: Tensor) -> None:
-        """Moves the running statistics towards this batch's, the variance without bias, [C] each."""
+        """Moves the running statistics towards the ones of this batch, the variance without bias, [C] each."""
         if not self.track_running_stats:
             return
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None

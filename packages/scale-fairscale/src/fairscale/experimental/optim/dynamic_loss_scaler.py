@@ -19,7 +19,7 @@ class DynamicLossScaler:
         scale_factor: What it grows and shrinks by.
         scale_window: After how many steps without an overflow it grows.
         tolerance: The part of steps since the last change that may overflow before it shrinks.
-        threshold: It shrinks no lower than this by overflows within the tolerance; None: no limit.
+        threshold: It shrinks no lower than this by overflows within the tolerance; None sets no limit.
         min_loss_scale: Where it would shrink below, there is an error.
     """
 

@@ -42,7 +42,7 @@ class TraceBackwardEvent(NamedTuple):
     """What a backward pass of a module has made.
 
     Attributes:
-        memory_activations: The bytes of its gradients that are no views of its outputs' gradients.
+        memory_activations: The bytes of its gradients that are not views of the gradients of its outputs.
     """
 
     memory_activations: int

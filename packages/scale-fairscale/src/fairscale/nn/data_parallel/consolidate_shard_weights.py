@@ -23,10 +23,10 @@ def consolidate_shard_weights(
     """The plain model's state dict, on the CPU, from each rank's `local_state_dict()` and `local_metadata_dict()`.
 
     Args:
-        shard_weights: Of each rank; those that FairScale has saved, in the order of the ranks.
-        shard_metadata: Of each rank, in the same order.
-        with_module_buffers: With the module's buffers, which are the first's.
-        strict: Every parameter must be there; otherwise those that the first rank lacks are left out.
+        shard_weights: The weights of each rank, as FairScale has saved them, in the order of the ranks.
+        shard_metadata: The metadata of each rank, in the same order.
+        with_module_buffers: With the module's buffers, which are taken from the first rank.
+        strict: Every parameter must be there; otherwise parameters that the first rank lacks are left out.
 
     Raises:
         ValueError: They are not one for each rank, or of different models; a parameter is missing, or is another one on
@@ -84,8 +84,8 @@ def _without_padding(key: str, entry: str, weights: Mapping[str, Any], wrapper: 
     """One rank's chunk of a parameter, flat, on the CPU."""
     if key not in weights or entry not in wrapper["params"]:
         raise ValueError(
-            f"'{key}' is missing in the weights or the metadata of a rank: give all ranks' of one run, or "
-            "strict=False to leave out what the first one lacks"
+            f"'{key}' is missing in the weights or the metadata of a rank: give both from all ranks of one "
+            "run, or strict=False to leave out the parameters that the first rank lacks"
         )
     chunk: Tensor = weights[key].detach().to("cpu").reshape(-1)
     return chunk[: chunk.numel() - wrapper["params"][entry]["padding"]]

@@ -173,7 +173,7 @@ class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """This wrapper's own parameters: flat ones, or local shards; without the ones of wrappers inside."""
+        """This wrapper's own parameters: flat ones, or local shards; without the parameters of wrappers inside."""
         return list(dict.fromkeys(param for buffer in self._unit.buffers for param in buffer.sharded_params))
 
     @property

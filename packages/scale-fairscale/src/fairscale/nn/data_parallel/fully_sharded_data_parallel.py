@@ -217,7 +217,7 @@ class FullyShardedDataParallel(WrapperAttributes):
 
         As in FairScale the argument is changed, so that the full state is released although the program still has the
         argument: pass `copy.deepcopy(full)` to keep it. Like this rank's own `optim.state_dict()` the shard says which
-        elements it has, and raises where others are held. A shard is returned unchanged.
+        elements it has; loading it raises where a rank holds others. A shard is returned unchanged.
 
         Returns:
             The argument.

@@ -62,7 +62,7 @@ class InnerWrapper(FlattenParamsWrapper):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The module's."""
+        """Yields the modules of the wrapped module, by their names in it."""
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
 

@@ -81,7 +81,7 @@ class ParamBucket(Bucket):
 
 
 class GradBucket(Bucket):
-    """A bucket of gradients. Parameters that are added get their gradients' memory in it.
+    """A bucket of gradients: the gradients of added parameters get their memory in it.
 
     Args:
         size: As for `Bucket`.

@@ -1,4 +1,4 @@
-"""Layers divided between ranks: `scale_tp`'s, whose state dict is this rank's shard, as FairScale's is.
+"""Layers divided between ranks: `scale_tp`'s layers, but with this rank's shard as state dict, as in FairScale.
 
 A program that saves `model.state_dict()` on each rank so writes the files that it wrote before, such as Llama's
 `consolidated.00.pth`. Full tensors load, too.

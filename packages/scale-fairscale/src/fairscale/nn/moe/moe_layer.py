@@ -24,7 +24,7 @@ class MOELayer(nn.Module):
         >>> layer(torch.randn(4, 2, 8)).shape, layer.l_aux.shape
         (torch.Size([4, 2, 8]), torch.Size([]))
 
-    The experts' parameters have `expert = True`. Their gradients are over the tokens of all ranks, added up, as in
+    The experts' parameters have `expert = True`. Their gradients are sums over the tokens of all ranks, as in
     FairScale: where other gradients are averaged over the ranks, divide these by the number of ranks.
 
     Rows are sent as they are and none is padded: an expert gets [1, 1, rows, M], where FairScale's got [ranks, 1, C, M]

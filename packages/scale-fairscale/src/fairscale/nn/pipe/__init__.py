@@ -1,6 +1,6 @@
 """FairScale's pipeline in one process over several devices, by `scale_pipe.Pipe`. Begin with `pipe`.
 
-What several processes ran, `AsyncPipe` and `PipeRPCWrapper`, raises, and says what to write.
+`AsyncPipe` and `PipeRPCWrapper`, which ran on several processes, raise errors that say what to write instead.
 """
 
 from fairscale.nn.pipe.async_pipe import AsyncPipe

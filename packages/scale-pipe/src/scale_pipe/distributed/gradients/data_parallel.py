@@ -28,7 +28,7 @@ from scale_core.flat.packing import group_in_buckets
 from scale_core.shard import Placement, Ranges, on_local_tensors, shard_of, unit_shard_of
 
 BUCKET_BYTES = 25 << 20
-"""As much is averaged at a time, in a copy of the gradients, as in `DistributedDataParallel`."""
+"""Gradients are copied and averaged in buckets of this size, which is also the default of `DistributedDataParallel`."""
 
 
 class ReduceMode(Enum):
@@ -96,7 +96,7 @@ class DataParallelWrappers:
 
     @on_local_tensors
     def reduce_deferred(self, *, failed: bool, limit_seconds: float | None = None) -> None:
-        """Calls `reduce()` where gradients wait for it, once shared parameters' gradients are summed."""
+        """Calls `reduce()` where gradients wait for it, once the gradients of shared parameters are summed."""
         for wrapper in self._on_call:
             if check_all_ok(group_of(wrapper.group), failed=failed, limit_seconds=limit_seconds):
                 wrapper.reduce()
@@ -105,8 +105,8 @@ class DataParallelWrappers:
     def discard_grads(self) -> None:
         """Drops gradients that wait for their reduction.
 
-        A wrapper that averages into shards of an optimizer keeps them in `param.grad`; the shards have gradients of
-        earlier steps, too.
+        Wrappers that average into shards of an optimizer are left out, because the shards have gradients of earlier
+        steps; the gradients that wait are only in `param.grad`.
         """
         for wrapper in self._others:
             if not hasattr(wrapper, "sharded_optimizers"):
@@ -155,7 +155,7 @@ def check_disjoint_wrappers(stages: Mapping[int, nn.Module]) -> None:
                 other, before = first.setdefault(id(param), (index, wrapper))
                 if before is not wrapper:
                     raise ValueError(
-                        f"{name} of stage {index} is the same parameter as in stage {other} on this rank, and "
+                        f"{name} of stage {index} is also a parameter of stage {other} on this rank, and "
                         f"each {type(wrapper).__name__} around them would reduce its gradient. Wrap both in torch's "
                         "DistributedDataParallel, or take a schedule that has these stages on two ranks, such as 1f1b"
                     )
@@ -171,7 +171,7 @@ def optimizer_shards(module: nn.Module) -> list[Tensor]:
 
 
 def _reduces_on_call(wrapper: nn.Module, param: nn.Parameter) -> bool:
-    """Whether a wrapper keeps full gradients until its `reduce()`, this parameter's among them."""
+    """Whether a wrapper keeps full gradients until its `reduce()`, also the gradient of this parameter."""
     waits = callable(getattr(wrapper, "reduce", None)) and hasattr(wrapper, "group") and unit_shard_of(param) is None
     return waits and any(param is other for other in wrapper.parameters())
 

@@ -1,13 +1,14 @@
 """Gradients of each micro-batch, for observers that measure them before they are averaged, as AdaScale does.
 
-A parameter belongs to one stage, so the squared norm of a micro-batch's gradient is the sum over its parts,
-which each rank knows. A part is computed in one pass or two, between the passes of other micro-batches and stages; so
-each pass announces its micro-batch (`scale_core.hooks.microbatch_grads`), and the step ends when all ranks have
-finished and gradients are averaged.
+A parameter belongs to one stage, so the squared norm of a micro-batch's gradient is the sum of the squared norms of its
+parts, and each rank knows its own. A part is computed in one pass or two, between the passes of other micro-batches and
+stages; so each pass announces its micro-batch (`scale_core.hooks.microbatch_grads`), and the step ends when all ranks
+have finished and gradients are averaged.
 
-A parameter that several stages hold gets a sum, whose square is not the sum over its parts. While it is measured, what
-stages add to a micro-batch is kept; at the end of the step the first rank that holds the parameter receives it from the
-others, and reports the sum. Where no other rank holds it, that is when all stages have finished the micro-batch.
+A parameter that several stages hold gets a sum of gradients, whose squared norm is not the sum of their squared norms.
+While it is measured, what stages add to a micro-batch is kept; at the end of the step the first rank that holds the
+parameter receives it from the others, and reports the sum. Where no other rank holds it, that is when all stages have
+finished the micro-batch.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class MicrobatchGrads:
             self._register_hooks()
 
     def end(self, weights: Sequence[float]) -> None:
-        """Ends a step that went well, once gradients are averaged; `weights` are the micro-batches' in the mean."""
+        """Ends a step that went well, once gradients are averaged; `weights` weigh the micro-batches in the mean."""
         if self.step is not None:
             self.step.end(weights)
 

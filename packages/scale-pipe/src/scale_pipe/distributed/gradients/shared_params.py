@@ -88,7 +88,7 @@ class SharedParams:
                     f"{fqn} is tied to a parameter of another stage, whose gradients are summed after the last "
                     "backward, but a wrapper around it hides it, or reduces its gradient in a way of its own. Use "
                     "fully_shard or FullyShardedDataParallel without flatten_parameters, ShardedDataParallel, or "
-                    "torch's DistributedDataParallel; or wrap the other modules alone"
+                    "torch's DistributedDataParallel; or wrap only the other modules"
                 )
             if lacks_autograd_hooks(param) and getattr(param, "_post_accumulate_grad_hooks", None):
                 raise ValueError(
@@ -105,7 +105,7 @@ class SharedParams:
         return {name: copy.param for name, copy in self._copies.items()}
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """The copies that another rank counts in a norm: of all holders but the first."""
+        """The copies that another rank counts in a norm: the copies of all holders but the first."""
         return {copy.param for copy in self._copies.values() if copy.stage != copy.stages[0]}
 
     # Gradients.
@@ -191,7 +191,7 @@ class SharedParams:
                 continue
             if param.shape != value.shape:
                 raise ValueError(
-                    f"{name} is tied to a parameter of another stage and has the shape {list(value.shape)}, but is "
+                    f"{name} is tied to a parameter of another stage with the shape {list(value.shape)}, but has "
                     f"{list(param.shape)} here: give stages their values before you wrap them, and wrap them after the "
                     "pipeline was made"
                 )
