@@ -329,7 +329,7 @@ def two_snapshots(directory: Path) -> Path:
     ("damage", "message"),
     [
         (lambda path: (path / "manifest.json").unlink(), "has no manifest.json: it is not a complete snapshot"),
-        (lambda path: (path / "manifest.json").write_text("{"), "it does not begin with a manifest's line"),
+        (lambda path: (path / "manifest.json").write_text("{"), "its first line does not begin a manifest"),
         (lambda path: (path / "rank-00000.safetensors").unlink(), "rank-00000.safetensors is missing"),
         (lambda path: os.truncate(path / "rank-00000.safetensors", 100), "has 100 bytes, .* were written"),
     ],

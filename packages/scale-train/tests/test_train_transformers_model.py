@@ -173,7 +173,7 @@ def test_what_does_not_go_with_transformers_is_refused(text):
     ]  # fmt: skip
     Path("small.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 100}))
     assert (
-        "vocabulary has 100 tokens, and the tokenizer's 256"
+        "vocabulary has 100 tokens, and the tokenizer has 256"
         in option_problems(Options(model=ModelOptions(model=Path("small.json"))))[0]
     )
     Path("odd.json").write_text(json.dumps({"model_type": "llama", "vocab_size": "many"}))

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 def converted_batches(batches: Iterable[Any], dtype: torch.dtype | None, num_parts: int) -> tuple[Any, ...]:
-    """The batches with floating-point tensors in a dtype, or as they are with None; each divides into as many parts.
+    """The batches with floating-point tensors in `dtype`, or unchanged if it is None; each divides into `num_parts`.
 
     Raises:
         ValueError: A batch has no samples, samples that don't divide, or not only tensors, numbers and texts.
@@ -27,7 +27,7 @@ def converted_batches(batches: Iterable[Any], dtype: torch.dtype | None, num_par
 
 
 def part_of(batch: Any, rank: int, num_ranks: int) -> Any:
-    """The samples of a rank, [samples / num_ranks, ...] of each tensor [samples, ...]; numbers and texts are all of it.
+    """The samples of a rank, [samples / num_ranks, ...] of each tensor [samples, ...]; numbers and texts stay.
 
     >>> part_of({"x": torch.arange(4), "scale": 2.0}, rank=1, num_ranks=2)
     {'x': tensor([2, 3]), 'scale': 2.0}

@@ -95,7 +95,7 @@ class Report:
         equal_before: The last tensor before the first difference, in words; "" where there is none.
         also: How many other tensors differ, too.
         num_nan: How many tensors have a NaN, at the same places.
-        differences: Of all tensors that differ, in the order of time.
+        differences: The difference of each tensor that differs, in the order of time.
 
     See also: [the guide to comparing with one process](../guides/check.md).
     """
@@ -136,7 +136,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Compared:
-    """One tensor next to the ranks' tensor."""
+    """A tensor of the one process, compared with the tensor of the ranks."""
 
     key: Key
     ratio: float
@@ -184,7 +184,7 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
 
 
 def _most_wrong(comparisons: Sequence[_Compared], differing: Sequence[int]) -> int:
-    """The number of the first difference; among gradients that an optimizer steps on, that of the largest.
+    """The number of the first difference; among gradients that an optimizer steps on, of the largest difference.
 
     If gradients are clipped by the norm of all of them, an error in one changes all others a little.
     """
@@ -206,7 +206,7 @@ def _compare_one(
     if key.phase in (Phase.UNCLIPPED, Phase.GRADIENT) and any(recording.hides_gradients for recording in ranks):
         return None
     if key.phase is Phase.UNCLIPPED and by_rank.keys() != set(range(len(ranks))):
-        return None  # Others take norms of gradients in a way of their own.
+        return None  # The other ranks take norms of gradients in a different way.
     if by_rank.keys() != set(range(len(ranks))) and key.phase is not Phase.STATE:
         missing_ranks = tuple(rank for rank in range(len(ranks)) if rank not in by_rank)
         return _incomparable(key, missing_ranks, "there is none")

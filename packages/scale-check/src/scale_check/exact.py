@@ -51,7 +51,7 @@ def assert_tensors_equal(
     """Compares tensors by name, to the bit. All ranks call it together if tensors are sharded.
 
     Args:
-        actual: Tensors of any shape by name; at least the names in `expected`.
+        actual: Tensors of any shape by name; every name in `expected` is among them.
         expected: Tensors by name.
         phase: The kind of tensors, for the message.
         title: Begins the message.

@@ -1,7 +1,8 @@
 """Records what a training computes: outputs of modules, their gradients, gradients of parameters, weights, states.
 
 Hooks of the whole process see every module and every optimizer, so the model is left unchanged, whoever has wrapped it.
-The outermost module that runs is the model; names are its modules' and parameters', without what wrappers add.
+The outermost module that runs is the model. Tensors have the names of its modules and parameters, without what wrappers
+add.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def with_joined_calls(recording: Recording, count: int, whole: Container[Key] = 
     """The recording as if each `count` forwards in a row had been one, of their samples together.
 
     So one process that makes the micro-batches of all ranks, one after the other, is compared with ranks that make
-    theirs at the same time. `whole` is `Recorder`'s.
+    theirs at the same time. `whole` means the same as in `Recorder`.
     """
     tensors: dict[Key, Recorded] = {}
     of_calls: dict[Key, list[Recorded]] = {}
@@ -127,7 +128,7 @@ def plain_name(name: str) -> str:
 def full_value(tensor: Tensor, *, copies: bool = True) -> Tensor:
     """The full tensor of one that may be a shard, on the host; called on all ranks that have a part of it.
 
-    Without `copies`, the copy of a full tensor is the tensor itself.
+    Without `copies`, a tensor that is full already is returned itself.
     """
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     with torch.no_grad():
@@ -219,7 +220,7 @@ class Recorder:
         self.recording.tensors[Key(self.step - 1, Phase.RANDOM, "")] = torch.get_rng_state()
 
     def add_before_clipping(self, tensors: Iterable[Tensor]) -> None:
-        """Records those of some tensors that are gradients of parameters; their norm is taken next."""
+        """Records the tensors that are gradients of parameters; their norm is taken next."""
         names = {id(param.grad): name for name, param in self._named_params() if param.grad is not None}
         for tensor in tensors:
             if (name := names.get(id(tensor))) is not None:
@@ -236,8 +237,8 @@ class Recorder:
         self._states.append(torch.get_rng_state())
 
     def _add_model(self, model: nn.Module) -> None:
-        """The first model with parameters has no name of its own; others, as modules of losses, have their class's."""
-        # A wrapper and what it wraps have one name; it is that of the inner one.
+        """The first model with parameters has no name; others, for example losses, are named for their class."""
+        # A wrapper and what it wraps have one name, which stands for the inner one.
         inner = {plain_name(name): module for name, module in model.named_modules()}
         prefix = ""
         if "" in self._models.values() or next(model.parameters(), None) is None:

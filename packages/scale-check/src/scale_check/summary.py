@@ -1,8 +1,8 @@
 """What a recording keeps of a tensor that is too large to be kept: its sums along each dimension.
 
 Sums can be put together as the tensors can. If the ranks have parts of a tensor, the sums along the dimension in which
-it is cut are the parts', one after the other, and the sums along any other dimension add up. The same is true
-of tensors that are added or multiplied by a number. An error in one element changes a sum in every dimension.
+it is cut are the sums of the parts, one after the other, and the sums along any other dimension add up. The same is
+true of tensors that are added or multiplied by a number. An error in one element changes a sum in every dimension.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Summary:
     def values(self) -> Tensor:
         """All sums in a row, each divided by the square root of the number of its elements, float64.
 
-        The rounding of such a value is about the rounding of one element of the tensor.
+        The rounding of such a value is about as large as the rounding of one element of the tensor.
         """
         return torch.cat([sums / sqrt(self.numel_of_sum(dim)) for dim, sums in enumerate(self.sums)])
 

@@ -144,7 +144,7 @@ class FabricScaleFSDPStrategy(FSDPOptions, _FabricShardedCheckpoints, _Sharded):
         return nullcontext()
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """`empty_init` builds on the meta device; each unit is initialized before it is sharded."""
+        """`empty_init` builds on the meta device; each unit is initialized when it is sharded."""
         return torch.device("meta") if empty_init else super().module_init_context(empty_init)
 
     def setup_module(self, module: nn.Module) -> Any:

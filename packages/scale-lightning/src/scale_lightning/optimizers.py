@@ -102,7 +102,7 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: Optimizer, state: M
     """Loads the state of a plain optimizer; each rank takes its elements, nothing is sent.
 
     Raises:
-        ValueError: The groups are not the optimizer's, or a tensor has another shape.
+        ValueError: The state has other groups than the optimizer, or a tensor has another shape.
     """
     if isinstance(optimizer, OSS):
         optimizer.load_state_dict(dict(state))

@@ -73,7 +73,7 @@ class FSDPOptions(CheckpointOptions):
             state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
                 load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
             **options: Of Lightning's `DDPStrategy`, such as `timeout` and `process_group_backend`; all others are
-                `fully_shard`'s, with `options=ShardOptions(...)`.
+                arguments of `fully_shard`, with `options=ShardOptions(...)`.
 
         Raises:
             ValueError: An unknown `state_dict_type`, or `flatten_parameters` in the options, whose optimizer has no
@@ -103,8 +103,8 @@ class OSSStrategyOptions(CheckpointOptions):
 
         Args:
             oss_options: Arguments of `OSS`, such as `broadcast_fp16` or `options`.
-            **options: `state_dict_type`, as of `scale_fsdp`; all others are Lightning's `DDPStrategy`'s and so
-                of `DistributedDataParallel`.
+            **options: `state_dict_type`, as of `scale_fsdp`; all others are arguments of Lightning's
+                `DDPStrategy`, and so of `DistributedDataParallel`.
 
         Raises:
             ValueError: An unknown `state_dict_type`.
@@ -129,8 +129,9 @@ class ShardedDDPOptions(OSSStrategyOptions):
             state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
                 load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
             oss_options: Arguments of `OSS`, such as `broadcast_fp16` or `options`.
-            **options: Of Lightning's `DDPStrategy`, such as `timeout`; all others are `ShardedDataParallel`'s.
-                Here `overlap_gather` is False unless it is given: callbacks read parameters past the wrapper.
+            **options: Of Lightning's `DDPStrategy`, such as `timeout`; all others are arguments of
+                `ShardedDataParallel`. Here `overlap_gather` is False unless it is given: callbacks read parameters past
+                the wrapper.
 
         Raises:
             ValueError: An unknown `state_dict_type`.

@@ -212,7 +212,7 @@ class ScaleOSSStrategy(OSSStrategyOptions, _ShardedCheckpoints):
 class ScaleShardedDDPStrategy(ShardedDDPOptions, ScaleOSSStrategy):
     """`ShardedDataParallel` and `OSS` for the Trainer: gradients and optimizer state are sharded (ZeRO-2).
 
-    A LightningModule that optimizes by itself raises.
+    A LightningModule that optimizes by itself raises an error.
 
     Examples:
         >>> from scale_lightning import ScaleShardedDDPStrategy

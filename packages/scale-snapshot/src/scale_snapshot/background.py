@@ -1,8 +1,8 @@
 """A save that goes on in a thread during the training; no failure of it is lost.
 
-The thread has a gloo group of its own, so its messages are never taken for a step's. At most one save is under
-way in a process. Its failure is known on all ranks, and raised on them by whatever comes first: `wait`, the next save
-or load, or an optimizer's step. Of a program that ends without any of these, the last line says so.
+The thread has a gloo group of its own, so its messages are never taken for messages of a step. At most one save is
+under way in a process. Its failure is known on all ranks, and raised on them by whatever comes first: `wait`, the next
+save or load, or an optimizer's step. If a program ends without any of these, its last line says so.
 """
 
 from __future__ import annotations

@@ -179,8 +179,8 @@ def load(
         step: This snapshot and no other.
         process_group: The ranks that hold the state together; the default group if None.
         strict: False loads saved values that fit the objects, and warns of the rest, which stays unchanged. An
-            optimizer's state of a parameter is loaded if all of it and the parameter fit; another kind of
-            optimizer is left out completely.
+            optimizer's state of a parameter is loaded if all of it and the parameter fit; the state of
+            another kind of optimizer is left out completely.
         only_given: Whether objects that were saved may be left out, as the optimizer where a model is only evaluated;
             the given objects have to fit nevertheless, as `strict` says.
         cast: Whether floating-point numbers and integers are converted to the dtypes of the parameters and buffers.

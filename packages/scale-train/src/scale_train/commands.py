@@ -1,4 +1,4 @@
-"""The commands of `scale-train`: its own, and from installed packages such as scale-tools.
+"""The commands of `scale-train`: its own, and the commands of installed packages such as scale-tools.
 
 A package adds commands with entry points of the group `scale_train.commands`, each of which names a `Command`. Nothing
 here loads torch.
@@ -60,7 +60,7 @@ OWN_COMMANDS = {
 
 
 def installed_commands() -> dict[str, Command]:
-    """Returns all commands by name: this package's, scale-tools', and others' by name."""
+    """Returns all commands by name: first of this package, then of scale-tools, then of other packages in order."""
     added = {point.name: point for point in entry_points(group=GROUP)}
     names = [*(name for name in OF_SCALE_TOOLS if name in added), *sorted(added.keys() - set(OF_SCALE_TOOLS))]
     return {**OWN_COMMANDS, **{name: added[name].load() for name in names}}

@@ -17,7 +17,7 @@ from scale_train.training.train import RunSummary
 
 
 def train(options: Options) -> RunSummary:
-    """Trains as `scale-train lm` does: on local ranks that it starts, or as one of torchrun's.
+    """Trains as `scale-train lm` does: on local ranks that it starts, or as a rank that torchrun has started.
 
         from scale_train import DataOptions, OptimizerOptions, Options, train
 

@@ -278,8 +278,8 @@ def engine_class(name: str) -> type[FuzzEngine]:
     """Returns the class of a name in `ENGINES`, or of "module:Class", a subclass of `FuzzEngine`.
 
     Raises:
-        ValueError: There is none.
-        ModuleNotFoundError: Its library is not installed. Else each program would raise this, which is no finding.
+        ValueError: There is no such class.
+        ModuleNotFoundError: Its library is not installed. Otherwise each program would raise it, without a finding.
     """
     module, colon, kind = name.partition(":")
     engine = getattr(importlib.import_module(module), kind, None) if colon else ENGINES.get(name)

@@ -34,7 +34,7 @@ class ModelSpec:
         dtype: Of its parameters and inputs, by the name that torch has for it.
         width: Of what passes between blocks.
         words: How many words its embedding has; 0 for inputs that are numbers.
-        tied: Whether the last weight is the embedding's.
+        tied: Whether the last weight is the weight of the embedding.
         output: What it returns: "tensor", "tuple", "dict" or "dataclass".
         blocks: What stands between its first and its last layer.
     """

@@ -36,7 +36,7 @@ class Outcome(Generic[P, R]):
     Attributes:
         program: The program.
         results: Of each rank; empty where it failed.
-        failure: What ranks have raised, what several say in the same words once; or how they ended.
+        failure: What ranks have raised, equal messages once; or how they ended.
         is_clean: All ranks have raised an error, and none had to be ended.
     """
 

@@ -1,8 +1,8 @@
 """`scale-check run script.py`: on several ranks, on one, and once more on one for its rounding; then compared.
 
-Each rank has a `ForkServer`, and the first two's also run the script in one process. Recordings have sums of
-large tensors. If such a tensor is the first that differs, the script runs once more and keeps all of this tensor, so
-that the report has an index and two values.
+Each rank has a `ForkServer`, and the servers of the first two ranks also run the script in one process. Recordings
+have sums of large tensors. If such a tensor is the first that differs, the script runs once more and keeps all of this
+tensor, so that the report has an index and two values.
 """
 
 from __future__ import annotations

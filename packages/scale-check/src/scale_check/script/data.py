@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 
 class SamplesError(RuntimeError):
-    """The samples of the ranks can't be one process's."""
+    """The samples of the ranks can't be given to one process."""
 
 
 class OutOfSamples(BaseException):
@@ -176,7 +176,7 @@ class _LoaderHooks:
         self._replaced: list[tuple[type, str, Any]] = []
 
     def replace_methods(self, loader_class: type[DataLoader[Any]]) -> None:
-        """Replaces the methods that a class defines, and its subclasses'."""
+        """Replaces the methods that a class and its subclasses define."""
         for name, wrapped in (("__iter__", self._iter), ("__len__", self._len)):
             if (original := loader_class.__dict__.get(name)) is not None:
                 self._replaced.append((loader_class, name, original))

@@ -1,9 +1,9 @@
 """A process for each rank that makes the imports of a script once, and forks for each run of it.
 
 A check runs the script in four processes or more, and of a short run imports take most of the time. So torch is
-imported before the first fork, and what the script imports before its first other line: see `imports`. Each rank has a
-process of its own, so ranks still have other hashes and other addresses: an order that a script takes from a `set` is
-another one on each rank, as under torchrun.
+imported before the first fork, and so is what the script imports first: see `imports`. Each rank has a process of its
+own, so ranks still have other hashes and other addresses: an order that a script takes from a `set` is another one on
+each rank, as under torchrun.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def serve(script: Sequence[str]) -> None:
     if _FORKS:
         importlib.import_module(_PRELOADED)
         if script and not import_for_script(script):
-            os.execv(sys.executable, _COMMAND)  # What has been imported goes; the process and its pipe stay.
+            os.execv(sys.executable, _COMMAND)  # Drops what was imported; the process and its pipe stay.
     for line in sys.stdin:
         run: _Run = pickle.loads(Path(line.rstrip("\n")).read_bytes())
         if not _FORKS:

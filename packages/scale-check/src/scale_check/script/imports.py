@@ -1,8 +1,8 @@
 """The imports with which a script begins, made once for all runs of a rank.
 
-They run before any other line of the script, so a process that is forked after them computes the same. There are
-exceptions, and then each run imports for itself: a module of the script's own folder, one that fails, that starts a
-thread, which no fork keeps, or that asks for the rank, which is another one in the next run.
+They run before any other line of the script, so a process that is forked after them computes the same. Modules of the
+script's own folder are not among them. If an import fails, starts a thread (which no fork keeps), or reads the rank
+(which differs in the next run), each run makes all imports itself.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scale_check.script.rank import exact_norms, without_dropout
 LAUNCHER_VARIABLES = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 )
-"""What a launcher sets, and differs between runs."""
+"""The variables that a launcher sets, and that differ between runs."""
 
-_ALLOCATOR_THREAD = "jemalloc_bg_thd"  # pyarrow's, and so that of pandas and datasets; jemalloc itself handles forks.
+_ALLOCATOR_THREAD = "jemalloc_bg_thd"  # Of pyarrow, so pandas and datasets have it; jemalloc itself handles forks.
 
 
 def import_for_script(arguments: Sequence[str]) -> bool:
@@ -40,7 +40,7 @@ def import_for_script(arguments: Sequence[str]) -> bool:
     own_arguments, sys.argv = sys.argv, list(arguments)
     num_threads = _num_threads()
     try:
-        # Modules may take these functions as they are when they are imported.
+        # A module that is imported may keep a reference to these functions.
         with _watched_variables() as reads, without_dropout(), exact_norms():
             exec(compile(ast.Module(statements, type_ignores=[]), str(script), "exec"), {"__name__": "__main__"})
     except BaseException:
@@ -91,7 +91,7 @@ def _watched_variables() -> Iterator[set[str]]:
 
 
 def _num_threads() -> int:
-    """The threads of this process, those of libraries in C as well where the system tells."""
+    """The number of threads of this process, with threads of libraries in C where the system tells."""
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         return threading.active_count()

@@ -164,8 +164,8 @@ class SimulatedEvent:
 class SimulatedWorker(InlineExecutor):
     """A host thread that works beside the others, in the order of its tasks; who takes a result has waited for it.
 
-    A task runs when it is submitted, but may be as late as the first that takes its result, or a later task's: so
-    what the task was given lives until then.
+    A task runs when it is submitted. On a device it may run as late as the first use of its result, or of the result
+    of a later task. So what the task was given lives until then.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
 """How long a simulated step takes: a clock for the host, for each stream and for the network.
 
-The operators, collectives and waits are the program's. An operator begins when the host has launched it and its
+The operators, collectives and waits come from the program. An operator begins when the host has launched it and its
 stream is free; a collective begins when the stream that calls it has come so far and the collective before it has
 ended; a wait moves the clock of the stream, or of the host, that waits. So the end of a step shows which communication
 the computation waits for, and which it hides.
 
-How long each takes is given by `Rates`. They belong to no device unless they were measured on it.
+How long each takes is given by `Rates`. They describe a device only if they were measured on it.
 
     >>> import torch
     >>> from scale_check.simulate import simulate
@@ -197,14 +197,14 @@ class _Timed(TorchDispatchMode):
             self._ends[id(work)] = (end, work)
 
     def _wait_for_copy(self, name: str, args: Any, kwargs: Any) -> None:
-        """The host waits for a copy that blocks, for example of a loss that it prints."""
+        """The host waits for a copy that blocks, for example to print a loss."""
         position = 6 if name == "aten::_to_copy" else 2
         if not kwargs.get("non_blocking", args[position] if len(args) > position else False):
             self._clocks.synchronize()
 
 
 def operator_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """The bytes that an operator reads and writes; a view's or a collective's are 0."""
+    """The bytes that an operator reads and writes; 0 for a view or a collective."""
     if not _has_kernel(func):
         return 0
     if func.name() in ("aten::copy_", "aten::_foreach_copy_"):

@@ -36,7 +36,7 @@ Frames: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class WorkQueue:
-    """Operations that run in order: of a stream, a communicator or a host thread.
+    """The operations of a stream, a communicator or a host thread, which run in order.
 
     Attributes:
         name: For messages.
@@ -53,7 +53,7 @@ class WorkQueue:
         return f"<{self.name}>"
 
     def now(self) -> dict[WorkQueue, int]:
-        """Its present clock: an event, recorded after all operations so far."""
+        """A copy of its clock: an event, recorded after all operations so far."""
         return dict(self.clock)
 
     def wait(self, clock: Clock) -> None:

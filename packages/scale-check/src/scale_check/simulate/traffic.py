@@ -1,6 +1,6 @@
 """What a collective sends, and whether its buffers fit: read off the operator's arguments, nothing is run.
 
-The bytes follow the ring algorithms, which is what each rank must send at least. torch's fake process group
+The bytes are counted for the ring algorithms: no rank can send less. torch's fake process group
 checks no sizes, so they are checked here.
 
     W ranks                        bytes that one rank sends

@@ -74,7 +74,7 @@ def convert_checkpoint(
         destination: A path that does not exist yet. A snapshot is written into it as `step-<step>`; safetensors into
             one file, if it ends in .safetensors, or else into a folder.
         to: "snapshot", "safetensors" or "dcp".
-        step: The training step of the snapshot; by default the source's, or 0.
+        step: The training step of the snapshot; by default the step of the source, or 0.
         names: Changes of names, and names to leave out.
         model_only: Write the model alone, under the names of its plain state_dict(); for safetensors and DCP.
         max_shard_bytes: The size of a safetensors file above which there are several.
@@ -82,7 +82,7 @@ def convert_checkpoint(
         progress: Called with the bytes that were read since the last call, and the bytes of all.
 
     Raises:
-        ValueError: The source is not a checkpoint that is known here, is damaged, or holds values that would be lost;
+        ValueError: The source is not a known checkpoint, is damaged, or holds values that would be lost;
             there is something at the destination; or an argument is wrong. Nothing is left at the destination.
         SnapshotError: The source is a snapshot that is damaged; or a snapshot can't be written.
         OSError: A file can't be read or written.
@@ -146,7 +146,7 @@ def open_checkpoint(path: str | os.PathLike[str], names: Renaming | None = None,
         trust: Unpickle objects of any class, which may run any code that the source says.
 
     Raises:
-        ValueError: It is not a checkpoint that is known here, is damaged, or holds values without a name.
+        ValueError: It is not a known checkpoint, is damaged, or holds values without a name.
         SnapshotError: It is a snapshot that is damaged.
         OSError: A file can't be read.
 

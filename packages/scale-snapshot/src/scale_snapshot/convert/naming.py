@@ -167,7 +167,8 @@ def _add_model(state: StoredState, model: Mapping[Any, Any], at: str, renaming: 
             continue
         if not isinstance(value, LazyTensor):
             raise ValueError(
-                f"{path} is a {type(value).__name__} and not a tensor, so it would be lost: leave it out, --skip {path}"
+                f"{path} is a {type(value).__name__} and not a tensor, so it would be lost: "
+                f"leave it out with --skip {path}"
             )
         key = f"model.{renaming.name(str(name))}"
         if value.origin is not None and first_of.setdefault(value.origin, key) != key:
@@ -182,7 +183,8 @@ def _add_optimizer(state: StoredState, optimizer: Mapping[Any, Any], at: str, re
         of_params, groups = _unflattened(optimizer)
     if not isinstance(of_params, Mapping) or not isinstance(groups, list):
         raise ValueError(
-            f"{at} is not an optimizer's state_dict(), which has 'state' and 'param_groups': leave it out, --skip {at}"
+            f"{at} is not an optimizer's state_dict(), which has 'state' and 'param_groups': "
+            f"leave it out with --skip {at}"
         )
     name_of = _names_of_numbers(groups)
     lacking = [

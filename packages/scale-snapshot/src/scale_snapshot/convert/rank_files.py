@@ -238,7 +238,7 @@ def _in_order_of_ranks(files: Any, loaded: Any, weights: Any, metadata: Any) -> 
     if sorted(by_rank) != expected:
         raise ValueError(
             f"{files[0]} is of {len(expected)} ranks, and the files are of "
-            f"ranks {', '.join(map(str, sorted(by_rank)))}: put all ranks' into one folder"
+            f"ranks {', '.join(map(str, sorted(by_rank)))}: put the files of all ranks into one folder"
         )
     ordered = [by_rank[rank] for rank in expected]
     return tuple(tuple(column) for column in zip(*ordered, strict=True))  # type: ignore[return-value]  # four columns
@@ -296,7 +296,7 @@ def _from_sharded_tensors(files: Sequence[Path], loaded: Sequence[Mapping[Any, A
 
 
 def _from_shards(files: Sequence[Path], name: str, values: Sequence[Any]) -> Any:
-    """One entry of all ranks as one: shards together, anything else from rank 0."""
+    """One entry of all ranks as one: shards are joined, anything else is taken from rank 0."""
     first = values[0]
     if isinstance(first, Mapping):
         return {

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import xxhash
 
 BLOCK_BYTES = 4 << 20
-"""Of the files that are written; a manifest tells its own."""
+"""The size of a block in files that are written; for files that are read, their manifest has it."""
 
 
 def checksum(*parts: bytes | memoryview) -> str:

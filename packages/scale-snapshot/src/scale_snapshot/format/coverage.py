@@ -18,9 +18,9 @@ def check_coverage(what: str, shape: Sequence[int], chunks: Sequence[Chunk]) -> 
     """Proves that the chunks cover a tensor of `shape`, each element exactly once; a ValueError names the mistake.
 
     Each coordinate of a dimension gets a random number `r(x)` of the field of a large prime. The product of
-    `r(end) - r(begin)` over the dimensions is a polynomial in them, linear in each; summed over the chunks it is, as a
-    polynomial, the full tensor's if and only if every element is in one chunk. So where it is not, the sums are
-    equal for fewer than one choice in 2^55 (Schwartz, 1980), and the time is linear in the number of chunks.
+    `r(end) - r(begin)` over the dimensions is a polynomial in them, linear in each. Summed over the chunks it is the
+    polynomial of the full tensor if and only if every element is in one chunk. If some element is not, the sums are
+    equal for fewer than one choice in 2^55 (Schwartz, 1980). The time is linear in the number of chunks.
     """
     everything = Chunk((0,) * len(shape), tuple(shape))
     if len(chunks) == 1 and chunks[0] == everything:

@@ -238,7 +238,7 @@ def _checked_document(directory: Path, data: bytes) -> bytes:
                 f"{directory} is of format version 1, which was never released; this scale-core reads version "
                 f"{VERSION}: write it again with the program that wrote it"
             )
-        raise DamagedSnapshotError(f"{directory / FILE} is damaged: it does not begin with a manifest's line")
+        raise DamagedSnapshotError(f"{directory / FILE} is damaged: its first line does not begin a manifest")
     version = int(match[1])
     if checksum(_first_line(version, ""), memoryview(data)[match.end() :]) != match[2].decode():
         raise DamagedSnapshotError(f"{directory / FILE} is damaged: its checksum differs")

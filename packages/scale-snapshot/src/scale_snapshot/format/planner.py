@@ -121,7 +121,7 @@ class GlobalPlan:
 
 
 def _by_first_holders(plans: list[SavePlan]) -> list[SavePlan]:
-    """Leaves each full tensor to the lowest rank that has it, as one rank's belong together."""
+    """Leaves each full tensor to the lowest rank that has it, because the tensors of one rank belong together."""
     # Buffers may differ between ranks that train the same model, for example the running mean and variance of a batch
     # norm.
     taken_keys: set[str] = set()

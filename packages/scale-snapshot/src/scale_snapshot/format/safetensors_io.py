@@ -3,7 +3,7 @@
 The format is eight bytes with the length of a JSON header, the header (name → dtype, shape, byte range), and the data.
 It is written here, by its documented layout, because a checkpoint must not need twice the memory of its tensors. What
 is read goes by the manifest. The header says which save a file belongs to, and which chunks are where: a file whose
-header says something else than the manifest raises.
+header says something else than the manifest raises an error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 SAVED_DTYPES = DTYPES | {"C128": torch.complex128}
-"""The dtypes of snapshots: for the last one safetensors has no word, so it stands in a file as pairs of F64."""
+"""The dtypes of snapshots. Safetensors has no word for complex128, so it stands in a file as pairs of F64."""
 SAVED_NAMES = {dtype: name for name, dtype in SAVED_DTYPES.items()}
 
 _PIECE_BYTES = 1 << 20  # hashed and written at once

@@ -2,8 +2,8 @@
 
 The `state_dict()` of a scheduler, a data loader or your own class holds more than JSON knows: tuples, keys
 that are numbers, bytes, infinities, arrays. They are written as `{"__type__": ...}`, tensors as the key under which
-they stand in the tensor files. A value that can't be restored raises, with its path. Decoding runs no code of what
-it reads, which may come from a stranger.
+they stand in the tensor files. A value that can't be restored raises an error with its path. Decoding runs no code
+of what it reads, which may come from a stranger.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def is_damage(error: OSError | EOFError) -> bool:
 def opened(
     path: Path, progress: Callable[[int], None] = lambda num_bytes: None, retry_seconds: float | None = None
 ) -> Iterator[StoredFile]:
-    """A file that is read. Links and special files (a pipe would wait for a writer) raise.
+    """A file that is read. A link or a special file (a pipe would wait for a writer) raises an error.
 
     `progress` is called with the number of bytes that were read since the last call; with 0 before a read is repeated.
     """

@@ -1,8 +1,8 @@
-"""Between the names in the files of a model and its state's.
+"""Converts between the names in the files of a model and the names in its state.
 
 A model of transformers says itself how files of other versions are read: some tensors have other names there, and
-experts stand one by one whose weights are one tensor in the model. Each saved tensor is then a box of the model's, and
-files are read and written by boxes. So nothing is converted in memory, and no rank needs the full tensor.
+experts stand one by one whose weights are one tensor in the model. Each saved tensor is then a box of the model's
+tensor, and files are read and written by boxes. So nothing is converted in memory, and no rank needs the full tensor.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Assembled(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: SavedTensor) -> Assembled:
-        """One that is saved unchanged."""
+        """A tensor that is saved unchanged."""
         return cls(tensor, (SavedPiece(name, tensor.shape, Chunk((0,) * len(tensor.shape), tensor.shape)),))
 
 
@@ -46,7 +46,7 @@ def model_of_transformers(model: nn.Module) -> nn.Module | None:
 
 @dataclass(frozen=True)
 class Conversions:
-    """How tensors of the files become a model's: names first, and then their assembly."""
+    """How tensors of the files become tensors of a model: names first, and then their assembly."""
 
     patterns: Sequence[tuple[str, str]] = ()  # Regular expressions and their replacements; the first that fits counts
     renamings: Sequence[Any] = ()  # Of transformers, in their order
@@ -56,7 +56,7 @@ class Conversions:
 
     @classmethod
     def for_loading(cls, model: nn.Module, key_mapping: Mapping[str, str] | None) -> Conversions:
-        """The conversions of a folder of any version."""
+        """The conversions that read a folder of any version."""
         carrier = model_of_transformers(model)
         transforms = _listed(carrier, is_saving=False)
         mapping = getattr(carrier, "_checkpoint_conversion_mapping", None)

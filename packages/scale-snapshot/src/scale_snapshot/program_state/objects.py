@@ -404,7 +404,7 @@ def _check_names(names: Sequence[str], values: Mapping[str, Any]) -> None:
 
 
 def _is_one_state(optimizer: Optimizer) -> bool:
-    """Whether its state is not by parameter: LBFGS's history; per-rank state of LocalSGD's inner one."""
+    """Whether its state is not kept by parameter: LBFGS's history, or the state of LocalSGD's inner optimizer."""
     return isinstance(optimizer, torch.optim.LBFGS) or getattr(optimizer, "is_per_rank", False) is True
 
 
@@ -454,7 +454,7 @@ def _summary(about: Mapping[str, Any] | None) -> str:
         return "not given"
     if about["kind"] == KIND:
         return KIND
-    mark = {"per rank": ", one of each rank", "rank 0": ", rank 0's"}
+    mark = {"per rank": ", one of each rank", "rank 0": ", from rank 0"}
     return _A[_kind(about)] + mark.get(about.get("mode", ""), "")
 
 

@@ -85,7 +85,7 @@ def _seed(seed: int) -> None:
 
 
 def _device_generators() -> list[torch.Generator]:
-    """The generators of the initialized accelerators, the current device's first."""
+    """The generators of the initialized accelerators, with the generator of the current device first."""
     device_generators: list[torch.Generator] = []
     for accelerator in (torch.cuda, torch.xpu):
         if accelerator.is_initialized():

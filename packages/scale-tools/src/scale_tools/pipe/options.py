@@ -27,7 +27,7 @@ class ShowOptions:
     device: Literal["cpu", "cuda"] = "cpu"
     """What --measure runs on."""
     width: int | None = None
-    """Columns of the drawing; by default the terminal's."""
+    """Columns of the drawing; by default the columns of the terminal."""
     svg: Path | None = None
     """Draw into this file, too."""
     json: bool = False

@@ -19,7 +19,7 @@ def draw_text(simulation: ScheduleSimulation, *, makespan: float, width: int) ->
 
     Args:
         simulation: The pass to draw.
-        makespan: The time that the full width stands for; for several drawings the longest's.
+        makespan: The time that the full width stands for; for several drawings the time of the longest.
         width: Columns of the drawing.
     """
     scale = (width - MARGIN) / (makespan or 1.0)

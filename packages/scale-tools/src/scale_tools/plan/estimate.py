@@ -4,8 +4,8 @@ The second step is counted, since AdamW makes its state in the first. Of a pipel
 one with the most blocks times live micro-batches, run the schedule's own order of computations on their own stages: the
 highest peak and the longest step count. What they exchange is added up from the shapes.
 
-The time of a step is that of simulated streams, with the rates of the options; `stages` has that of a pipeline. Where a
-model does not run there, it is a sum (`step_time`).
+The time of a step comes from simulated streams, with the rates of the options; for a pipeline see `stages`. Where a
+model does not run there, the time is a sum (`step_time`).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def replica_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOpti
                     clocks.host = begin = clocks.now
                     replica.step()
                 return clocks.now - begin
-    except (ValueError, TypeError, RuntimeError):  # As an operator that has no kernel there.
+    except (ValueError, TypeError, RuntimeError):  # For example, an operator has no kernel there.
         return None
 
 
@@ -329,7 +329,7 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
 
 
 def _with_messages(estimate: Estimate, exchanged: int, reduced: int) -> Estimate:
-    """Returns a stage's estimate with the bytes that it exchanges with its neighbors, and for its average."""
+    """Returns the estimate of a stage with the bytes that it exchanges with its neighbors, and averages."""
     assert estimate.work is not None
     work = estimate.work._replace(
         overlapped_bytes=estimate.work.overlapped_bytes + exchanged,

@@ -1,4 +1,4 @@
-"""A planned model as a strategy has it: built, checkpointed, with the groups of its ranks."""
+"""A planned model for a strategy: built, checkpointed, with the groups of its ranks."""
 
 from __future__ import annotations
 

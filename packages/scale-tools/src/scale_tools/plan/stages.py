@@ -41,7 +41,7 @@ from scale_train.options import ParallelOptions
 from scale_train.training.parallel.parallelize_gpt import COMPUTE_DTYPES, shard_stage
 
 _TIMED_MICRO_BATCHES = 3
-"""A step is timed with this number at most. All take as long, except the last one, which reduces gradients."""
+"""A step is timed with this number at most. All take the same time, except the last one, which reduces gradients."""
 
 
 def schedule_of(strategy: Strategy) -> Schedule:
@@ -58,7 +58,7 @@ def ranks_to_simulate(planned: PlannedModel, strategy: Strategy) -> list[int]:
 
 
 def ranks_to_time(planned: PlannedModel, strategy: Strategy) -> list[int]:
-    """Returns by rank of a pipeline the first one whose stage is the same: those between the ends differ in blocks."""
+    """Returns for each rank the first rank with an equal stage: between the ends, stages differ in blocks only."""
     last, blocks = strategy.model_ranks - 1, _blocks_by_rank(planned, strategy)
     return [
         rank if rank in (0, last) else next(other for other in range(1, last) if blocks[other] == blocks[rank])
@@ -137,7 +137,7 @@ def step_of_stage(
     average: Callable[[], None],
     after: Callable[[Action], None] = lambda action: None,
 ) -> Callable[[], None]:
-    """Returns a step of a stage, with its optimizer: forwards and backwards of micro-batches, and what averages them.
+    """Returns a step of a stage: forwards and backwards of micro-batches, the average of gradients, the optimizer.
 
     `after` is called after each computation, `average` after the last one.
     """

@@ -50,7 +50,7 @@ def snapshots_in(path: Path) -> list[SnapshotRow]:
     """The snapshots of a run, a folder, or that one, by step; what is unfinished or was set aside comes with them.
 
     Raises:
-        InputError: It is not such a folder; of a foreign checkpoint, what it is and how it is converted.
+        InputError: The folder has no snapshots; of a foreign checkpoint it says what it is and how it is converted.
     """
     folder = snapshot_folder(path)
     if recognize_own(folder) is Format.SNAPSHOT:

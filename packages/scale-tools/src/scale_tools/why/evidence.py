@@ -1,6 +1,6 @@
 """What the logs of ranks say, as facts: who ended and how, who waited where for whom, what each rank did last.
 
-The texts are from scale's own errors, from its launcher, of torchrun's report, and of Python's tracebacks.
+The texts come from scale's own errors, its launcher, torchrun's report, and Python's tracebacks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def read_texts(paths: Iterable[Path]) -> dict[str, str]:
     """Returns the texts of the files by their paths; of a folder, all logs in it, and of restarts the last attempt.
 
     Raises:
-        ValueError: The file does not exist or folder, no log in it, or it can't be read.
+        ValueError: There is no such file or folder, no log in the folder, or it can't be read.
     """
     texts: dict[str, str] = {}
     for path in paths:
@@ -44,7 +44,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _last_attempts(files: Iterable[Path]) -> Iterator[Path]:
-    """Without torchrun's attempts that were restarted."""
+    """The files without the attempts that torchrun has restarted."""
     listed = list(files)
     attempts = {file: _attempt(file) for file in listed}
     last: dict[str, int] = {}

@@ -115,7 +115,7 @@ def _transformers_problems(options: Options, config: dict[str, Any], vocabulary:
             yield f"--{name.replace('_', '-')} is for the GPT of --size, and {flag} names another model; leave one out"
     vocab_size = config.get("vocab_size")
     if isinstance(vocab_size, int) and vocab_size < vocabulary:
-        yield f"{flag}: its vocabulary has {vocab_size} tokens, and the tokenizer's {vocabulary}"
+        yield f"{flag}: its vocabulary has {vocab_size} tokens, and the tokenizer has {vocabulary}"
     positions = number_in(config, "positions")
     if positions is not None and options.data.sequence > positions:
         yield f"--sequence {options.data.sequence}: {flag} has {positions} positions; take at most {positions}"

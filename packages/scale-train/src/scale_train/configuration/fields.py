@@ -136,7 +136,7 @@ def _placeholder(kind: type, choices: tuple[str, ...], is_tuple: bool, default: 
 def docstrings_of(options: type, module: types.ModuleType) -> dict[str, str]:
     """Returns the text below each field of a dataclass, on one line.
 
-    The module is an argument because `options.__module__` is from the public name once somebody has imported it.
+    The module is an argument because `options.__module__` is the public package once somebody has imported it.
     """
     tree = ast.parse(inspect.getsource(module))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == options.__name__)

@@ -63,7 +63,7 @@ def help_page(
 
 
 def default_text(field: OptionField) -> str:
-    """Returns the default in the form of a command line; "" where the help text says it."""
+    """Returns the default as you write it on a command line; "" where the help text says it."""
     value = field.default
     if value is None or value in ((), ""):
         return ""

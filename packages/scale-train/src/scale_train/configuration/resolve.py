@@ -181,8 +181,8 @@ def _context_parallel_problems(options: Options, num_data: int) -> Iterator[str]
         yield f"{flag}: {why} full sequences; take --parallel fsdp, or --context-parallel 1"
     if options.optimizer.adascale:
         yield (
-            f"{flag}: --adascale compares gradients of full sequences, and here each rank has a part's; leave "
-            "one of them out"
+            f"{flag}: --adascale compares gradients of full sequences, and here each rank has a part of a sequence; "
+            "leave one of them out"
         )
     if budget_bytes(parallel.checkpoint_activations) is not None:
         yield (

@@ -159,7 +159,7 @@ def _walk(folder: Path, seen: set[Path]) -> Iterator[Path]:
 
 
 def _read(file: Path, *, named: bool) -> bytes:
-    """The bytes of a file; none of a file in a folder that is not text."""
+    """The bytes of a file; none if it is in a folder and is not text."""
     try:
         content = file.read_bytes()
     except OSError as error:

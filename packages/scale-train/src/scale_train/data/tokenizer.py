@@ -109,7 +109,7 @@ def tokenizer_file(path: Path) -> Path:
 
 
 def tokenizer_of(options: Options) -> str:
-    """Returns the tokenizer's name: the one that was asked for, or the model's, or byte."""
+    """Returns the tokenizer's name: the one that was asked for, or the folder of the model, or byte."""
     model = options.model.model
     if options.data.tokenizer is not None or model is None:
         return options.data.tokenizer or BYTE

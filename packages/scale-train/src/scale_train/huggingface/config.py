@@ -1,4 +1,4 @@
-"""The `config.json` of a model of transformers, if it can be read without transformers and torch."""
+"""The `config.json` of a model of transformers: the fields that are read without transformers and torch."""
 
 from __future__ import annotations
 

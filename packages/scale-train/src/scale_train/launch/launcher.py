@@ -95,7 +95,7 @@ def _send_result(fn: Callable[..., object], sender: Connection, *args: Any) -> N
 
 
 def shortened(message: str) -> str:
-    """Returns a message of a rank in one line, short enough to be sent with other ranks'."""
+    """Returns a message of a rank in one line, short enough to be sent with the messages of other ranks."""
     message = " ".join(message.split())
     return message if len(message) <= _PIPE_CHARACTERS else message[:_PIPE_CHARACTERS] + " ..."
 

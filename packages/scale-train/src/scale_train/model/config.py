@@ -1,4 +1,4 @@
-"""The numbers that define the GPT of `scale-train lm`, and of its sizes by name; nothing here loads torch.
+"""The numbers that define the GPT of `scale-train lm`, and its sizes by name; nothing here loads torch.
 
 Sources: Brown et al., arXiv 2005.14165, Table 2.1, for the sizes.
 """

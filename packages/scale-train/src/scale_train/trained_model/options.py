@@ -20,9 +20,9 @@ class PplOptions:
     text_field: str = "text"
     """Of each object of a JSON-lines file, the field with its text."""
     tokenizer: str | None = None
-    """byte, or a tokenizer.json (or its folder); by default the run's, or from the model's folder."""
+    """byte, or a tokenizer.json (or its folder); by default the tokenizer of the run, or of the model's folder."""
     sequence: int | None = None
-    """Tokens in a window; by default the run's, or as many as the model has positions, at most 1024."""
+    """Tokens in a window; by default as in the run, or as many as the model has positions, at most 1024."""
     batch: int = 8
     """Windows in a forward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

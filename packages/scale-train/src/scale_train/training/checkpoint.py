@@ -341,8 +341,8 @@ def _check_is_newest(point: Path) -> None:
         raise InputError(f"--resume {point}: {error}") from error
     except OSError as error:
         raise InputError(
-            f"--resume {point}: a newer checkpoint there can't be read now ({error.strerror}): name a new folder "
-            "with --out"
+            f"--resume {point}: a newer checkpoint in its folder can't be read now ({error.strerror}): "
+            "name a new folder with --out"
         ) from error
     if newest is not None and newest.name != point.name:
         raise InputError(f"--resume {point}: {newest.name} is newer and stays; name a new folder with --out")

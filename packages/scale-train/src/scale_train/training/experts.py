@@ -22,7 +22,7 @@ class ExpertBalance:
     """
 
     def __init__(self, layers: Mapping[int, MoE], num_blocks: int) -> None:
-        """`layers` are this rank's, by the number of their block in the whole model."""
+        """`layers` are the layers of this rank, by the number of their block in the whole model."""
         self._scale, self._sequences = 1.0, 1
         self._counts: Tensor | None = None  # [blocks, E + 1] int64: choices of each expert, and those dropped
         for block, layer in layers.items():

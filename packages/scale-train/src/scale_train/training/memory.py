@@ -29,7 +29,7 @@ _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 def peak_bytes(device: torch.device) -> int:
     """The most memory that this rank had at one time.
 
-    On CUDA by tensors; on CPU by the process, where Python and torch themselves are some 300 MB.
+    On CUDA the memory of tensors; on CPU the memory of the process, of which Python and torch take some 300 MB.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -51,7 +51,7 @@ def held_bytes(params: Iterable[Tensor], with_gradients: Iterable[Tensor], optim
 def replicated_bytes(params: Iterable[Tensor], optimizer: Optimizer) -> int:
     """The same, if this rank held every full parameter, as DDP does.
 
-    The optimizer keeps the same for each parameter, so its state of one tells the size of the others.
+    The optimizer keeps the same for each parameter, so the state of one parameter tells the size of the others.
     """
     inner: Any = optimizer  # The one on this rank's shards, where shapes of parameters and states are equal.
     while (wrapped := getattr(inner, "optimizer", None) or getattr(inner, "optim", None)) is not None:

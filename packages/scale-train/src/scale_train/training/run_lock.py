@@ -1,8 +1,8 @@
 """The lock of a run's folder, so that one program at a time trains there.
 
 Rank 0 locks `run.lock` with `flock` for as long as it trains, and writes there who it is. The system releases such a
-lock when the process ends, however it ends. Some network file systems have locks of one machine alone, or none. So its
-time is set again every few seconds, and who finds the file of another machine looks whether that goes on.
+lock when the process ends, however it ends. Some network file systems have locks of one machine alone, or none. So the
+time of the file is set every few seconds, and who finds the file of another machine looks whether that goes on.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class RunLock:
             return False
 
     def _is_touched(self) -> bool:
-        """Whether somebody sets the time of the file again; it is opened again each time, since NFS keeps old times."""
+        """Whether somebody still sets the time of the file; each look opens it again, since NFS keeps old times."""
         before, give_up = os.stat(self._path).st_mtime_ns, time.monotonic() + _WATCH_SECONDS
         while time.monotonic() < give_up:
             time.sleep(_PAUSE_SECONDS)

@@ -26,7 +26,7 @@ from scale_train.training.parallel.parallelize_gpt import shard_stage
 
 
 class PipelineEngine(nn.Module):
-    """A GPT in stages on several ranks; methods are called on all ranks, with the same batch in a pipeline.
+    """A GPT in stages on several ranks. All ranks call its methods, and the ranks of a pipeline give the same batch.
 
     The model is split at blocks, and each rank materializes its own stages; a model whose layers are divided is given
     with values. Several pipelines have each their part of the batch, and the ranks that have the same stage in all of
@@ -62,7 +62,7 @@ class PipelineEngine(nn.Module):
     def step(self, tokens: Tensor, targets: Tensor, scaler: ShardedGradScaler) -> Tensor:
         """Computes the gradients of a batch's mean loss, scaled, where there are none yet; returns the loss, a scalar.
 
-        They are for this rank's parameters, averaged over all pipelines.
+        The gradients of this rank's parameters are averaged over all pipelines.
         """
         self._record_lengths(tokens)
         batch = tokens.to(self.device), targets.to(self.device)

@@ -397,7 +397,7 @@ def _format_step(record: StepRecord) -> str:
 
 
 ProgressCallback = Callable[[int, int, str], None]
-"""Called after each unit with the number of units done, of all units, and the unit's name."""
+"""Called after each unit with the number of units done, the number of all units, and the unit's name."""
 
 
 @contextmanager
