@@ -11,7 +11,7 @@ ATTRIBUTE = re.compile(r'<div class="doc doc-object doc-attribute">\s*<h\d id="(
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Removes them from the table, and leaves the page as it is."""
+    """Removes attributes from the table, and leaves the page unchanged."""
     attributes = set(ATTRIBUTE.findall(content))
 
     def without_attributes(items: list[AnchorLink]) -> list[AnchorLink]:
