@@ -23,6 +23,7 @@ BOOSTS = {
     "guides/oss.md": 1.5,
     "guides/pipe.md": 1.9,
     "guides/check.md": 1,
+    "guides/races.md": 0.8,
     "guides/saving.md": 1.5,
     "guides/scale-further.md": 1.7,
     "guides/scale-train.md": 1.3,

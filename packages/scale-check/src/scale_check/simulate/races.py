@@ -12,9 +12,9 @@ ranges of storages. The rules are CUDA's and NCCL's:
 - Copies between host and device are asynchronous where they are `non_blocking` and the host's memory is pinned;
   otherwise the host waits for them. Pinned memory that dies is kept until its copies have ended.
 
-Bytes in the gaps of a strided view count as its own. C++ that waits for collectives by itself is not seen: these, and
-those whose future a program takes, count as waited for at once. `ddp` does in Python what the reducer of
-DistributedDataParallel does.
+The gaps of a strided view count as bytes of the view. C++ that waits for collectives by itself is not seen: these
+collectives, and collectives whose future a program takes, count as waited for at once. `ddp` does in Python what the
+reducer of DistributedDataParallel does.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Race(NamedTuple):
         memory: The bytes, and where they were allocated.
         missing: The wait that would give them an order.
 
-    See also: [the guide to missing waits](../guides/check.md#missing-waits-race-conditions).
+    See also: [the guide to missing waits](../guides/races.md).
     """
 
     earlier: str

@@ -90,7 +90,7 @@ class Simulation(Memory):
         collectives: The collectives so far, in order.
         races: The races so far, where the simulation looks for them (`races=`).
 
-    See also: [the guide to missing waits](../guides/check.md#missing-waits-race-conditions).
+    See also: [the guide to missing waits](../guides/races.md).
     """
 
     def __init__(self, rank: int, world_size: int, check: bool, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class Simulation(Memory):
     def restart(self) -> None:
         """Forgets peak and collectives so far, but not what lives: call it between two steps to measure the second.
 
-        The first step is not a measure: an optimizer's state exists only from its first step on.
+        Do not measure the first step: an optimizer's state exists only from its first step on.
         """
         self._claim_flat_buffers()
         self.collectives.clear()
@@ -341,14 +341,14 @@ def simulate(
         backward_thread: On "sim", run each backward pass in a thread of its own, as torch does on an accelerator.
 
     Raises:
-        ValueError: The rank or the device does not exist; real tensors on the stand-in; races on
-            the host. Inside: buffers that do not fit a collective.
+        ValueError: The rank or the device does not exist; real tensors on the stand-in; races on the host. Inside:
+            buffers that do not fit a collective.
         RuntimeError: There is a default process group already, or torch is not of the version that this needs. For
             the stand-in: there is a real accelerator, whose place it would take.
         UseAfterReleaseError: Inside: an operation was given released memory.
         RaceError: Inside, or at the end: two uses of the same memory have no order.
 
-    See also: [the guide to missing waits](../guides/check.md#missing-waits-race-conditions).
+    See also: [the guide to missing waits](../guides/races.md).
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank from 0 to {world_size - 1} in a world of {world_size}, got rank {rank}")
