@@ -152,7 +152,8 @@ def test_an_unsharded_unit_stays_until_it_is_released() -> None:
     assert torch.equal(model[2].weight, plain[2].weight)
     too_early = torch.optim.SGD(model.parameters(), lr=0.1)
     model(data(0, group_of().rank)).square().mean().backward()
-    with pytest.raises(RuntimeError, match=r"while the model's parameters were unsharded.*its '0.weight' is a copy"):
+    match = r"parameters were unsharded, by unshard\(\) or summon_full_params\(\): its '0.weight' is a copy"
+    with pytest.raises(RuntimeError, match=match):
         too_early.step()
     expected = plain_grads(plain, [0], group_of().size)
     for unit in units_in(model):

@@ -190,9 +190,9 @@ def _refuse_replaced(optimizer: torch.optim.Optimizer) -> None:
             name = f"'{owner.names[index]}'" if owner is not None else "parameter"
             raise RuntimeError(
                 f"{type(optimizer).__name__} was built while the model's parameters were unsharded, by unshard() or "
-                f"summon_fullparams_of(): its {name} is a copy, and to step on it would train nothing. "
+                f"summon_full_params(): its {name} is a copy, and to step on it would train nothing. "
                 f"Build the optimizer from the shards: {constructor_example(optimizer)} after "
-                "reshard(), or outside of summon_fullparams_of()"
+                "reshard(), or outside of summon_full_params()"
             )
 
 
