@@ -141,7 +141,7 @@ def test_live_state_is_kept_where_its_own_views_come_back() -> None:
     [
         (
             lambda state: state.update({"optim.head_bias.step": torch.tensor(7.0)}),
-            r"optim.head_bias.step is 7.0 and scale's is 2.0, but one flat parameter holds both: load it into a",
+            r"optim.head_bias.step is 7.0 and optim.scale.step is 2.0, but one flat parameter holds both: load",
         ),
         (
             lambda state: state.pop("optim.head_bias.exp_avg"),

@@ -67,7 +67,7 @@ def test_what_ended_ranks_left_in_the_store_is_passed_over() -> None:
         ([facts(0, 3), facts(1, 3), facts(1, 3)], "two ranks have RANK=1"),
         (
             [facts(0, config={"lr": 1}), facts(1, config={"lr": 2})],
-            "the configuration of rank 1 differs from rank 0: lr is 1 and 2. Give all ranks the same config",
+            "rank 0 and rank 1 have different configurations: lr is 1 and 2. Give all ranks the same config",
         ),
     ],
 )

@@ -80,11 +80,11 @@ def test_the_state_of_another_rank_or_wrapping_is_refused() -> None:
     del lacking["scale"]
     before = {name: tensor.clone() for name, tensor in finer.state_dict().items()}
     refused = {
-        f"expected the state of rank {rank}, got rank {1 - rank}, of 2: read the file that this rank has": (
+        f"expected the state of rank {rank}, got the state of rank {1 - rank}, of 2 ranks: read the file that": (
             model,
             told[1 - rank],
         ),
-        f"expected the state of one of 1 ranks, got rank {rank} of 2. Make full weights": (
+        f"expected the state of one of 1 ranks, got the state of rank {rank} of 2. Make full weights": (
             fully_shard(Awkward(), alone[rank]),
             state,
         ),

@@ -247,7 +247,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
     del optimizer.state[model.down.weight]["rows"]
     if rank == 2:
         optimizer.state[model.embed.weight]["step"] += 1
-    state = "rank 2 has other gradients, optimizer state or averages than the others: step all ranks"
+    state = "rank 2 has other gradients, optimizer state or averages than the others: take the same steps on all ranks"
     refused(state, model, two, optimizer=optimizer)
     with torch.device("meta"):
         on_meta = Model()

@@ -255,7 +255,7 @@ def test_tagged_modules_are_wrapped_with_their_own_arguments():
 def test_a_configuration_that_is_no_mapping_is_refused():
     module = nn.Linear(2, 2)
     module.wrapper_config = True
-    with pytest.raises(TypeError, match="a Linear's is True"), enable_wrap(wrapper_cls=Wrapper):
+    with pytest.raises(TypeError, match="a Linear has True"), enable_wrap(wrapper_cls=Wrapper):
         wrap(module)
 
 

@@ -48,7 +48,7 @@ def checkpoint_wrapper(
     """Makes a module keep its inputs alone, and compute the rest again in the backward pass.
 
     The module stays the same object, with its class, its parameters' names and its hooks. Loss, gradients, buffers and
-    random numbers equal the plain module's, to the bit.
+    random numbers are the same as with the plain module, to the bit.
 
         >>> import torch
         >>> from scale_checkpoint import checkpoint_wrapper

@@ -128,7 +128,7 @@ _WATCHDOG_MARGIN = timedelta(minutes=5)
 
 
 def time_limit(group: dist.ProcessGroup) -> timedelta:
-    """The longest wait of the host in a group: its backends' limit, or less where one of them is NCCL.
+    """The longest wait of the host in a group: the limit of its backends, or less where one of them is NCCL.
 
     NCCL's limit counts from the call, and a minute after it NCCL ends the process. The host waits for less, so that its
     error, which names the rank that is missing, comes first: five minutes less, or half where the limit is shorter.
@@ -138,13 +138,13 @@ def time_limit(group: dist.ProcessGroup) -> timedelta:
 
 
 def new_group_limit(group: dist.ProcessGroup) -> timedelta:
-    """The timeout for a new group whose `time_limit` is to be the same as this one's."""
+    """The timeout for a new group that is to have the `time_limit` of this group."""
     limit: timedelta = max(backend.options._timeout for backend in _backends(group))
     return limit
 
 
 def extend_nccl_limit(group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Sets NCCL's limit in a group to five minutes above `limit`, the host's; other backends are unchanged."""
+    """Sets NCCL's limit in a group to five minutes above `limit`, which is for the host; other backends keep theirs."""
     for backend in _backends(group):
         if backend.name() == "nccl":
             backend._set_default_timeout(limit + _WATCHDOG_MARGIN)
@@ -171,7 +171,7 @@ def default_store() -> Store | None:
 
 
 def add_gradients(edges: Iterable[GradientEdge], gradients: Iterable[Tensor], leaves: Iterable[Tensor]) -> None:
-    """Adds gradients from `edges` to the `grad` of leaves, as `torch.autograd.backward` does."""
+    """Goes backward from `edges`, and adds to the `grad` of leaves, as `torch.autograd.backward` does."""
     # The engine is called as that calls it in torch 2.8 to 2.15, without the steps before: it would look at shapes
     # that come from the engine itself, and copy the context, which takes longer than all of the engine's own work where
     # graphs are small. Where torch has no such engine any more, it is called itself; so it is in a simulation, which

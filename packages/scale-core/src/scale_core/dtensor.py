@@ -1,6 +1,6 @@
 """Parameters that the user has made DTensors, as torch's `parallelize_module` does, and that are sharded further.
 
-The local tensor is sharded, a piece of the full parameter like a tensor parallel layer's: a `Shard`
+The local tensor is sharded, a piece of the full parameter as in a tensor parallel layer: a `Shard`
 says which. Modules compute with a DTensor around the gathered piece.
 """
 
@@ -45,7 +45,7 @@ class DTensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor, name: str) -> Self:
-        """Returns it for a DTensor.
+        """Returns the spec of a DTensor.
 
         Raises:
             TypeError: It is sharded along several dimensions of its mesh, in another way, or a partial sum.

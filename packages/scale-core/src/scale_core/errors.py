@@ -120,7 +120,7 @@ class DivergenceError(ContractError):
 
     Attributes:
         names: The differences, by qualified name and shape.
-        ranks: The group's ranks that hold others than most do.
+        ranks: The ranks of the group that hold other values than most ranks do.
     """
 
     def __init__(

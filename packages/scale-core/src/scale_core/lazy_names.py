@@ -26,7 +26,7 @@ def lazy_names(package: str, module_of: Mapping[str, str]) -> tuple[Callable[[st
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(module_of[name]), name)
-        if value.__module__.startswith(package):  # Others are those of torch.
+        if value.__module__.startswith(package):  # Others belong to torch.
             value.__module__ = package
         namespace[name] = value
         return value

@@ -35,7 +35,7 @@ class MemoryRange:
     Attributes:
         name: The tensor's qualified name.
         start: The address of its first byte.
-        stop: One past its last byte.
+        stop: The address after its last byte.
         shape: Its shape.
         stride: Its strides, in elements.
         itemsize: Bytes of an element.

@@ -47,7 +47,7 @@ class ParamRecord(Record):
 
     Attributes:
         lacks_autograd_hooks: Autograd computes no gradient for it, so its autograd hooks are never called.
-        averaged_over: The ranks over which an autograd hook averages its gradient; None if the hook does not exist.
+        averaged_over: The ranks over which an autograd hook averages its gradient; None if it has no such hook.
         flat_buffer: The buffer of a flat parameter; None for other parameters.
         replaced_by: The owner of the shard that replaced it in the model, and its index in `owner.names`.
         unsharded_copy_of: The owner of the parameter that it is an unsharded copy of, and its index in `owner.names`.

@@ -139,7 +139,7 @@ class Shard:
     ) -> Self:
         """Returns the piece of a parameter that has these indices of each dimension, in all combinations.
 
-        If these are one range of elements, `start` and `stop` say so. Modules compute with such a piece itself.
+        If these are one range of elements, `start` and `stop` say so. Modules compute with the piece itself.
         """
         full_ranges = tuple(((0, size),) for size in shape)
         if shape and len(ranges[0]) == 1 and ranges[1:] == full_ranges[1:]:

@@ -62,7 +62,7 @@ class ShardedModule(nn.Module):
     shardings: Mapping[str, Sharding]
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A forward computes with this rank's elements; a mixed class is not a subclass to the module's own class."""
+        """A forward computes with this rank's elements; the module's own class is not told of the mixed class."""
         if "forward" in vars(cls):
             cls.forward = on_local_tensors(cls.forward)
 
@@ -76,7 +76,7 @@ class ShardedModule(nn.Module):
         return full_tensor(self.shardings[name], param, self.group, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As any module's; a parameter in the place of another one is a part of the same full one."""
+        """As of any module; a parameter in the place of another one is a part of the same full one."""
         super().register_parameter(name, param)
         self._set_shard_spec(name)
 

@@ -136,7 +136,7 @@ def _refuse_replicas(outer: nn.Module, name: str, inner: nn.Module | None) -> No
     ) is not None:
         raise ValueError(
             f"DistributedDataParallel: '{replicated_name}' and others are under ShardedDataParallel, which averages "
-            "their gradients: train that without DistributedDataParallel"
+            "their gradients: train the model without DistributedDataParallel"
         )
 
 

@@ -2,7 +2,7 @@
 
 A rank that leaves the loop leaves the others waiting for its shards. So all ranks stay in it until the last one has no
 more batches: a rank that has run out gets its last batch again, computes, and its gradients count as zero. The others
-share the average among themselves, so that a step equals one process's on the samples that there are.
+share the average among themselves, so that a step equals the step of one process on the samples that there are.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
     Args:
         batches: This rank's batches; one at least.
         process_group: The ranks, each with batches of its own; the default group if None. Ranks that share a batch, as
-            as in a pipeline or in tensor parallel layers, are not joined with each other.
+            in a pipeline or in tensor parallel layers, are not joined with each other.
         samples: How many samples a batch has. With it a rank counts by its samples, as where the last batch of some
             rank is a smaller one and each loss is a mean over a batch; without it all batches count equally.
         limit_seconds: The longest wait for another rank; None is the group's own limit.

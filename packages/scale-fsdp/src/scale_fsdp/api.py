@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnitPrecision:
-    """The dtypes of one unit, as torch's `MixedPrecisionPolicy` says them, and its module's buffers' dtype.
+    """The dtypes of one unit, as torch's `MixedPrecisionPolicy` says them, and the dtype of its module's buffers.
 
     The local shards, their gradients and so the optimizer keep the dtype that the parameters were built in. None leaves
     things as they are.

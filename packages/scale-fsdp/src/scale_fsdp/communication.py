@@ -43,8 +43,8 @@ class CommunicationPolicy:
             nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
             computation; gradients are averaged inside a node first. Where there are no more ranks than
             that, they are one node, and nothing is quantized. None treats all ranks equally.
-        error_feedback: The rounding error of the gradients of one step is added to the next one's: 4 bytes per
-            gradient that this rank quantizes, twice that in a backward pass, and until the step where a
+        error_feedback: The rounding error of the gradients of one step is added to the gradients of the next: 4 bytes
+            per gradient that this rank quantizes, twice that in a backward pass, and until the step where a
             `ShardedGradScaler` scales the loss. `ErrorFeedbackState(model)` puts it into a snapshot; a run that goes on
             from one without it begins with an error of zero.
         include: Parameters that are sent in these formats all the same: "1d", "embedding".
@@ -90,7 +90,7 @@ class CommunicationPolicy:
                 f"include: expected some of {', '.join(map(repr, kinds))}, got {unknown[0]!r}: "
                 "write include=('embedding',)"
             )
-        # In one order, in which ranks compare it: that of a set differs between processes.
+        # In one order, in which ranks compare it: the order of a set differs between processes.
         object.__setattr__(self, "include", tuple(sorted(set(self.include))))
         if self.error_feedback and self.reduce is None and self.replicate is None:
             raise ValueError(
@@ -160,7 +160,7 @@ def unquantized_params(
 
 
 def looks_like_embedding(module: nn.Module) -> bool:
-    """Whether it is an embedding, by its type or by its name: other libraries' are no subclasses."""
+    """Whether it is an embedding, by its type or by its name: embeddings of other libraries are not subclasses."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) or "embedding" in type(module).__name__.lower()
 
 

@@ -44,9 +44,9 @@ class ShardedEMA:
         decay: In [0, 1]: how much of the average stays at each update. The attribute may be changed.
         average_buffers: Average the buffers, too. Otherwise their values at the last update are kept with the
             average, as the statistics of batch norms should be.
-        dtype: Of the averages of floating-point tensors; None: each one's. Averages of half-precision parameters
-            need a wider one: (1 - decay) of a step is less than their last digit.
-        device: Of the averages; None: the shards'.
+        dtype: Of the averages of floating-point tensors; None is the dtype of each tensor. Averages of half-precision
+            parameters need a wider one: (1 - decay) of a step is less than their last digit.
+        device: Of the averages; None is the device of the shards.
 
     Attributes:
         num_updates: Number of updates so far.

@@ -78,7 +78,7 @@ class FSDPModule(ConversionMethods):
             norm_type: p of the p-norm; `math.inf` is the largest magnitude.
 
         Returns:
-            The norm before, scalar; equal on all ranks and to the plain model's.
+            The norm before, scalar; equal on all ranks, and to the norm of the plain model.
 
         Raises:
             ValueError: `max_norm` is below 0 or not a number, or `norm_type` is not above 0.
@@ -294,7 +294,7 @@ class FSDPModule(ConversionMethods):
 
         A write to the tensors is written to the shards; all ranks write the same. Which ranks get it, and on
         which device, is set by `state_dict_on_rank_0_only` and `state_dict_device` of
-        `FullyShardedDataParallel`; `full_state_dict` takes both at the call. The arguments are `nn.Module`'s.
+        `FullyShardedDataParallel`; `full_state_dict` takes both at the call. The arguments are as in `nn.Module`.
 
         Raises:
             RuntimeError: torch's checkpoint functions call it, and parameters are flat.
@@ -317,8 +317,8 @@ class FSDPModule(ConversionMethods):
     def local_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the local state: its shards, and the module's buffers. Nothing is sent.
 
-        The tensors share the shards' memory. The arguments are `nn.Module.state_dict`'s. Of the states of all
-        ranks `consolidate_local_state_dicts` makes the plain model's.
+        The tensors share the shards' memory. The arguments are as in `nn.Module.state_dict`.
+        `consolidate_local_state_dicts` makes the state of the plain model from the states of all ranks.
 
         Raises:
             ValueError: A parameter of the module belongs to a unit outside of it.
@@ -333,8 +333,8 @@ class FSDPModule(ConversionMethods):
             Missing and unexpected names, as `nn.Module.load_state_dict` does.
 
         Raises:
-            ValueError: It belongs to another rank, another number of ranks or another wrapping, or a tensor in it has
-                another shape; nothing has been loaded then.
+            ValueError: The state belongs to another rank, another number of ranks or another wrapping, or a tensor
+                has another shape; nothing has been loaded then.
             RuntimeError: The parameters are in use.
         """
         return load_local_state_dict(self, super().state_dict, super().load_state_dict, state_dict, strict)
@@ -342,7 +342,7 @@ class FSDPModule(ConversionMethods):
     # Methods that nn.Module calls.
 
     def extra_repr(self) -> str:
-        """The text of `print(model)` next to the class: the plain module's, and its sharding."""
+        """The text of `print(model)` next to the class: the text of the plain module, and its sharding."""
         from scale_fsdp.description import unit_summary  # Not needed by any step.
 
         return ", ".join(filter(None, [super().extra_repr(), unit_summary(_unit_at(self, "extra_repr"))]))

@@ -159,7 +159,7 @@ class FullyShardedDataParallel(nn.Module):
     """Shards `module` in place as `fully_shard` does and wraps it, as FairScale's class of this name.
 
     `named_parameters`, `named_modules` and the state dict have the names of the plain module, without the wrapper.
-    Attributes that the wrapper lacks are the module's.
+    Attributes that the wrapper lacks are looked up in the module.
 
     Args:
         module: The module to shard; `.module` gives it back. For one that is sharded already there is no other

@@ -54,7 +54,7 @@ class MeshInfo:
             )
 
     def broadcast_from_rank_0(self, tensors: Iterable[Tensor]) -> None:
-        """Overwrites tensors by rank 0's, in place; all ranks call it together, with tensors of equal sizes."""
+        """Overwrites tensors in place with rank 0's tensors; all ranks call it together, with equal sizes."""
         for tensor in dict.fromkeys(tensors):
             if tensor.numel() and self.whole.size > 1:
                 contiguous = tensor.data.contiguous()

@@ -53,8 +53,8 @@ class ShardOptions:
         check_replicas_every: With hybrid sharding, after how many training passes the copies of the shards are
             compared, beginning with the first; 0 is never. None is 100, or the value of `SCALE_CHECK_REPLICAS_EVERY`. A
             difference is a `DivergenceError`. The outermost unit's counts.
-        communication: A `CommunicationPolicy`: parameters and gradients are sent in 8 or 4 bits. Losses are then no
-            longer plain PyTorch's, but near them.
+        communication: A `CommunicationPolicy`: parameters and gradients are sent in 8 or 4 bits. Losses are then
+            near the losses of plain PyTorch, but not equal to them.
 
     Raises:
         TypeError: A field is of another type.

@@ -1,7 +1,7 @@
 """`fully_shard`: makes a unit of a module, in place.
 
-The module keeps its names and methods, and its class but for `FSDPModule`'s; its `parameters()` are the local
-shards under the original names.
+The module keeps its names and methods, and its class gains the methods of `FSDPModule`. Its `parameters()` are the
+local shards under the original names.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def fully_shard(
         >>> model(torch.randn(3, 4)).sum().backward()
         >>> optimizer.step()
 
-    The arguments are `torch.distributed.fsdp.fully_shard`'s, and `options` for all that is scale-fsdp's own.
+    The arguments are as in `torch.distributed.fsdp.fully_shard`; `options` has all that only scale-fsdp knows.
 
     Args:
         module: The module; must not be a unit yet. A list of modules becomes one unit, which is gathered when the first
@@ -114,8 +114,8 @@ def fully_shard(
             `efsdp`, the ranks that have the same experts.
         reshard_after_forward: Release the parameters between forward and backward: less memory, half as much again
             to send. None is yes, but for the unit that is called first, whose backward comes first. An integer leaves
-            the parameters sharded over that many neighboring ranks, for example of one node, among which the backward
-            then gathers.
+            the parameters sharded over that many neighboring ranks, for example in one node; the backward then gathers
+            among them.
         mp_policy: A `torch.distributed.fsdp.MixedPrecisionPolicy`. Each unit casts the floating-point inputs of each of
             its modules to its `param_dtype`, unless it says `cast_forward_inputs=False`.
         offload_policy: `torch.distributed.fsdp.CPUOffloadPolicy()` keeps the shards, the gradients and so the

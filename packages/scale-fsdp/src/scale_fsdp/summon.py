@@ -42,7 +42,7 @@ def full_params(units: Iterable[Unit], *, keep: bool) -> Iterator[None]:
 
 @contextmanager
 def full_params_for_apply(unit: Unit) -> Iterator[None]:
-    """Inside, the unit shows full parameters; at the end all ranks take over rank 0's. May be nested."""
+    """Inside, the unit shows full parameters; at the end all ranks take the parameters of rank 0. May be nested."""
     around = unit.applied_params
     full: FullParams = {} if around is None else around
     before = set(full)

@@ -96,7 +96,7 @@ def split_by(
 class SplitOptimizer(Optimizer):
     """Two optimizers as one; `split_by` makes it.
 
-    Its parameter groups are the same objects as in the two, so that a scheduler changes the options of both.
+    Its parameter groups are the same objects as the groups of the two, so that a scheduler changes both.
 
     Attributes:
         matrix: The optimizer of the hidden matrices.

@@ -19,7 +19,7 @@ from scale_oss.oss import OSS
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """Returns the OSS inside a wrapper, for example AdaScale, that has it as its `optimizer`; any other, as it is."""
+    """Returns the OSS that a wrapper, for example AdaScale, has as its `optimizer`; any other optimizer unchanged."""
     inner = optimizer
     while isinstance(inner, Optimizer) and not isinstance(inner, OSS):
         inner = getattr(inner, "optimizer", None)

@@ -46,8 +46,8 @@ class LocalSGD:
     Inside a node it may be, or sharded by `fully_shard`; `process_group` then has the ranks that hold the same part,
     one in each node.
 
-    With x the parameters at the last outer step, y each rank's now, and lr the learning rate of `optimizer`,
-    the outer step is, element by element:
+    With x the parameters at the last outer step, y the present parameters of each rank, and lr the learning rate of
+    `optimizer`, the outer step is, element by element:
 
         d = (x - mean of y) / lr                                                  (lr is 1 unless `scale_by_lr`)
         u = outer.momentum * u + d

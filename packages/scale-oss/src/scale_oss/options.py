@@ -87,7 +87,7 @@ class OuterStep:
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
-            raise ValueError(f"OuterStep: expected lr above 0, got {self.lr}; 1.0 takes the unchanged average")
+            raise ValueError(f"OuterStep: expected lr above 0, got {self.lr}; 1.0 takes the average unchanged")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"OuterStep: expected momentum from 0 to below 1, got {self.momentum}")
         if self.nesterov and not self.momentum:
@@ -106,7 +106,7 @@ class LocalSGDOptions:
         inner_state: The fate of the inner optimizer's state in an outer step: each rank's stays ("maintain"), it
             begins again ("reset"), or is averaged where it has the parameter's shape ("average").
         broadcast_buffers: Give all ranks the first one's buffers in each outer step, as DistributedDataParallel does.
-        bucket_numel: How many elements are sent together; a rank needs memory for so many in an outer step.
+        bucket_numel: How many elements are sent together; a rank needs memory for this number in an outer step.
         limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
 
     Raises:

@@ -58,7 +58,7 @@ class OSS(OSSStep):
     which leaves each rank its shard of them alone.
 
     Parameters may be shards already, as in a model under `fully_shard` (scale-fsdp). An optimizer that updates
-    each element by itself then steps on the shards as they are, as it would without OSS. One that needs full tensors,
+    each element by itself then steps on the shards themselves, as it would without OSS. One that needs full tensors,
     for example Muon, Adafactor or LAMB, gets each full tensor on one rank during the step, and keeps its state
     there: see `full_param_bucket`. In a hybrid mesh each copy of the model does so by itself. One OSS may hold both
     kinds of parameters.

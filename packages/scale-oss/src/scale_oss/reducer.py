@@ -163,7 +163,7 @@ class PendingForwards:
         self._unmatched: list[weakref.ref[_Forward]] = []  # in the order of the calls
         self._num_matched = 0
         self._per_pass = 1  # forwards that the last backward pass has reached
-        self._accepted = 0  # unmatched forwards on every rank, for example those of outputs that are only looked at
+        self._accepted = 0  # unmatched forwards on every rank, for example if their outputs are only looked at
 
     def watch(self, outputs: Any, *, counts: bool = True) -> None:
         """Hooks the graph of a forward pass, whose backward all ranks must run if it `counts`."""
@@ -357,9 +357,8 @@ class Reducer:
             bucket = self.buckets[number]
             for index, param in enumerate(bucket.params):
                 if unreduced_grad(param) is not None:
-                    self.accumulation.stash(
-                        param, copied=len(bucket.params) == 1
-                    )  # One alone is taken over, not packed.
+                    # A single parameter is taken over, not packed.
+                    self.accumulation.stash(param, copied=len(bucket.params) == 1)
                     bucket.gradient.accumulate(index)
                     if not param.requires_grad:
                         self.schedule.frozen.append(ParamKey(number, index))

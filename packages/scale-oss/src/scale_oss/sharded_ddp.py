@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 #
 # A parent may read a child's parameters without calling the child: torch's attention reads the weights of its
 # projection, and a `ParameterList` never runs. So modules of torch.nn other than containers wait for all parameters
-# inside, and those of modules that were never seen to run are waited for before the model.
+# inside, and the model waits for the parameters of modules that were never seen to run.
 
 _CONTAINERS = (
     nn.Module,
@@ -111,7 +111,7 @@ def register_gather_waits(model: nn.Module, buckets: Sequence[Bucket], contract:
         numbers = _numbers_in(members, places)
         if numbers:
             waiting = GatherWait([buckets[number] for number in numbers], contract, has_run=module in inside)
-            # Before hooks that were there already: those of weight and spectral norm compute with parameters.
+            # Before hooks that were there already: the hooks of weight and spectral norm compute with parameters.
             module.register_forward_pre_hook(waiting.pre_forward, prepend=True)
             waits.append(waiting)
     return waits
@@ -139,7 +139,8 @@ class ShardedDataParallel(nn.Module):
         >>> optimizer.step()
 
     After a backward pass `param.grad` is this rank's part of the averaged gradient, a `ShardedTensor`, and the
-    optimizer steps with its present values. Inside `no_sync()` gradients add up in `param.grad`, as in plain PyTorch.
+    optimizer steps with the values that it has then. Inside `no_sync()` gradients add up in `param.grad`, as in
+    plain PyTorch.
 
     Args:
         module: The model; all its parameters that train must be in one of the optimizers.

@@ -241,7 +241,7 @@ class OSSStateDictMixin(Optimizer):
 
     @property  # type: ignore[override]  # Optimizer has an attribute, which users assign to.
     def state(self) -> StateByParam:
-        """This rank's state of each parameter, by the parameter; of a parameter that is cut, its part's."""
+        """This rank's state of each parameter, by the parameter; if it is cut, the state of this rank's part."""
         return self._state
 
     @state.setter

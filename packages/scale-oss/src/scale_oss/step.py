@@ -142,7 +142,7 @@ class OSSStep(OSSStateDictMixin):
 
     @on_local_tensors
     def _check_replicas(self, number: int) -> None:
-        """Compares the parameters between the ranks; those of a module once for all its optimizers."""
+        """Compares the parameters between the ranks; for a module once for all its optimizers."""
         wrapper = None if self.reduced_by is None else self.reduced_by()
         named = [item for bucket in self.buckets for item in zip(bucket.names, bucket.params, strict=True)]
         if isinstance(wrapper, nn.Module) and isinstance(module := wrapper.module, nn.Module):
@@ -216,7 +216,7 @@ class OSSStep(OSSStateDictMixin):
                 bucket.scatter_to_shards()
 
     def _gather_bucket(self, number: int) -> None:
-        """Starts the all-gather of a bucket after its step; the number after the last one is that of the shards."""
+        """Starts the all-gather of a bucket after its step; the number after the last one stands for the shards."""
         with as_local():
             if number == len(self.buckets):
                 return
@@ -250,7 +250,7 @@ class OSSStep(OSSStateDictMixin):
 
 
 def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copies hyperparameters from groups to groups: schedulers change those of OSS, some optimizers their own."""
+    """Copies hyperparameters from groups to groups: schedulers change the groups of OSS, some optimizers their own."""
     for options, target_options in zip(source, target, strict=True):
         target_options.update({key: value for key, value in options.items() if key not in ("params", "param_names")})
 

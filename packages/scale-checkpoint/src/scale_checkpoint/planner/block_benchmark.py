@@ -2,7 +2,7 @@
 
 The block gets copies of the tensors that the model gave it, as results of a node before it, and its own
 results go to a node behind it that hands back fresh gradients. So every tensor lives exactly as long as the block and
-autograd hold it, as in the middle of a step: the memory between forward and backward is the strategy's.
+autograd hold it, as in the middle of a step: the memory between forward and backward is what the strategy keeps.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ def plan_memory(
         sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
         budget_bytes: For all that lives on the device in a step: parameters, buffers, inputs, activations, gradients,
             and `other_bytes`.
-        loss: Makes a scalar of the model's output; None takes the output's `loss`, a scalar output itself, or
-            else gives every result a gradient of ones.
+        loss: Makes a scalar of the model's output; None takes the output's `loss`, or the output itself if it is
+            a scalar, or else gives every result a gradient of ones.
         strategies: The possible strategies of each block: see `profile_memory`.
         blocks: Names of modules that are to be planned; None finds them.
         other_bytes: Other memory on the device all the time, for example the optimizer's state.
@@ -156,7 +156,7 @@ def plan_memory(
 
     Raises:
         BudgetError: No plan fits; names the smallest budget that one fits.
-        ValueError: No blocks are found, a name is none of the model's, the profile is another model's, or the step has
+        ValueError: No blocks are found, a name is not in the model, the profile is of another model, or the step has
             no gradient.
 
     Examples:
@@ -184,7 +184,7 @@ def plan_memory(
 def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0) -> MemoryPlan:
     """Returns the fastest plan that fits a budget; needs no model.
 
-    `budget_bytes` and `other_bytes` are `plan_memory`'s, and so is the BudgetError.
+    `budget_bytes`, `other_bytes` and the BudgetError are as in `plan_memory`.
 
     Examples:
         >>> import torch

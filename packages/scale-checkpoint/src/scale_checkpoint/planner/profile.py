@@ -121,8 +121,8 @@ def profile_memory(
     Args:
         model: In the state in which it will train: its device, its dtype, `train()`; before it is sharded or wrapped.
         sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss: Makes a scalar of the model's output; None takes the output's `loss`, a scalar output itself, or
-            else gives every result a gradient of ones.
+        loss: Makes a scalar of the model's output; None takes the output's `loss`, or the output itself if it is
+            a scalar, or else gives every result a gradient of ones.
         strategies: The possible strategies of each block: see `Strategies`; None takes "keep", "recompute",
             "selective" and, where the device is not the host itself, "offload".
         blocks: Names of modules that are to be planned; None finds them.
@@ -133,7 +133,7 @@ def profile_memory(
             of any, with the shapes of their own blocks. By default this rank alone; None is the default group.
 
     Raises:
-        ValueError: `repeats` is less than 1, no blocks are found, a name is none of the model's, or the step has no
+        ValueError: `repeats` is less than 1, no blocks are found, a name is not in the model, or the step has no
             gradient.
 
     Examples:

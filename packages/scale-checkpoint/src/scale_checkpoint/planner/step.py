@@ -161,7 +161,7 @@ def preserve_state(module: nn.Module) -> Iterator[None]:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Returns the device whose memory counts: the first parameter's."""
+    """Returns the device whose memory counts: the device of the first parameter."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 

@@ -64,7 +64,7 @@ class StepTrace(LiveMemory):
         # By time, the index of the visit that was entered, and whether in the backward.
         self.order: list[tuple[int, bool]] = []
         self.sizes: dict[int, int] = {}  # of every counted storage, by number, released ones too
-        self.producer: dict[int, int] = {}  # the visit that made a storage, of those of the forward
+        self.producer: dict[int, int] = {}  # the visit of the forward that made a storage
         self.marker_bytes = -1  # see `TracedPass.peak_after_marker_bytes`
         self._nodes: list[int] = []
         self.running: TracedPass | None = None  # the pass that has begun and not ended; None after `finish`

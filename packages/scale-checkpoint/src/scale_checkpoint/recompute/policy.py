@@ -153,7 +153,7 @@ def _all_names() -> frozenset[str]:
     return default.union(full, (name.partition(".")[0] for name in full))
 
 
-# Casts are made by autocast as well, which caches those of parameters: they may run in the forward and not in the
+# Casts are made by autocast as well, which caches casts of parameters: they may run in the forward and not in the
 # recomputation, or the other way round, and so cannot be identified by how many have run before.
 _ALWAYS_RUN = frozenset((torch.ops.aten.detach.default, torch.ops.aten._to_copy.default))
 

@@ -121,7 +121,7 @@ class CheckpointedForward:
             return run_recomputed(module, forward, args, kwargs, config, self._stats)
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether it is this module's, and not the original's of this shallow copy."""
+        """Whether it belongs to this module, and not to the original of which this is a shallow copy."""
         return self._module() is module
 
     @property
@@ -136,7 +136,7 @@ class CheckpointedForward:
 
 
 def get_forward(module: nn.Module) -> CheckpointedForward | None:
-    """Returns a module's checkpointed forward; None where its forward is its own or another module's."""
+    """Returns a module's checkpointed forward; None where its forward is its own or belongs to another module."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, CheckpointedForward) and forward.is_of(module) else None
 
@@ -322,7 +322,7 @@ class _Call:
             self._kept.note_unused()
 
     def _forward_hooks(self) -> saved_tensors_hooks:
-        """Hooks on saved tensors that are called in the place of torch's checkpoint's, and call them."""
+        """Hooks on saved tensors that are called in the place of the hooks of torch's checkpoint, and call those."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
         def unpack_checked(packed: Any) -> Tensor:
@@ -354,7 +354,7 @@ class _Call:
         return unpacked[1]
 
     def _recompute_hooks(self, to_the_end: bool, read: Mapping[int, Tensor]) -> saved_tensors_hooks:
-        """Hooks around torch's recomputation's; the backward reads `read[id(tensor)]` in a tensor's place."""
+        """Hooks around the hooks of torch's recomputation; the backward reads `read[id(tensor)]` for a tensor."""
         pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         versions = self._versions
         current_operator = torch._C._autograd._get_sequence_nr
@@ -371,7 +371,7 @@ class _Call:
             replacement = replacement.detach() if replacement.requires_grad else replacement  # As torch would.
             version = replacement._version
             if versions.setdefault(id(replacement), version) != version:
-                # Saved before, at another version; or the number is that of a tensor which is gone.
+                # Saved before, at another version; or the number belonged to a tensor which is gone.
                 replacement = replacement.detach()
                 versions[id(replacement)] = version
             try:
@@ -389,9 +389,9 @@ class _Call:
         unknown = [] if self._rest is None else unknown_classes(self._rest)
         if unknown:
             return (
-                f"{note} It was given a {' and a '.join(unknown)}, which the recomputation gets as changed: if "
-                "the forward has changed it, as it changes a cache, do without (model.config.use_cache = False in "
-                "transformers, or use_cache=False in the call, as for T5), or register its class with "
+                f"{note} It was given a {' and a '.join(unknown)}, which the recomputation gets in its present "
+                "state: if the forward has changed it, as it changes a cache, do without (model.config.use_cache = "
+                "False in transformers, or use_cache=False in the call, as for T5), or register its class with "
                 "torch.utils._pytree, so that it is given as it was."
             )
         if isinstance(error, CheckpointError):  # It says debug=True, of torch's own function.

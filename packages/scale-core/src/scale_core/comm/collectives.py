@@ -32,7 +32,7 @@ from scale_core.errors import TransferError
 
 
 def torch_group(group: Group) -> dist.ProcessGroup:
-    """torch's process group of a group that has more than one rank. Raises LaunchError if it is a parent's."""
+    """torch's process group of a group that has more than one rank. Raises LaunchError if a parent process made it."""
     assert group.process_group is not None
     if group.state.is_of_parent:
         raise forked_error()
@@ -202,9 +202,9 @@ def reduce_scatter(
     there, and rounded to `dtype` once. So the result is a function of the summands alone: timing does not change it.
 
     Args:
-        full: [W * S]; belongs to the collective until `wait()`. It has the messages' dtype.
+        full: [W * S]; belongs to the collective until `wait()`. Its dtype is the dtype of the messages.
         group: The W ranks.
-        dtype: The dtype of the result; None is `full`'s.
+        dtype: The dtype of the result; None is the dtype of `full`.
         average: Divide by W, as data parallel training does; for floating-point numbers only.
         divisor: The divisor of an average in place of W, where some ranks have nothing but zeros to give.
         sizes: How many elements each rank gets, by rank; None is S each.
@@ -284,7 +284,7 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWor
 
 
 def broadcast(tensor: Tensor, group: Group, *, source: int = 0) -> CollectiveWork:
-    """Starts to overwrite `tensor` [any shape, contiguous] with rank `source`'s of the group.
+    """Starts to overwrite `tensor` [any shape, contiguous] with the tensor of rank `source` of the group.
 
     Raises:
         ValueError: The group has no such rank.

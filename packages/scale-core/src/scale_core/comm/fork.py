@@ -20,8 +20,8 @@ def forked_error() -> LaunchError:
     """The error of a forked process that communicates."""
     return LaunchError(
         f"process {os.getpid()} was forked from process {os.getppid()}, a rank that had its process group already, and "
-        "shares its connections: a collective here would break them for all. Train in that process, and start "
-        'helpers by multiprocessing.get_context("spawn")'
+        "shares its connections: a collective here would break the connections of all ranks. Train in that process, "
+        'and start helpers by multiprocessing.get_context("spawn")'
     )
 
 

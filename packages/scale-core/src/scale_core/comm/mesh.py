@@ -76,8 +76,8 @@ def new_group_along(
     Args:
         partition: The global ranks of each group.
         new_groups: The groups of earlier calls, by their partition: an equal partition has the same groups.
-        backend: The transport; None is the default group's.
-        timeout: None is the default group's. torch's own is half an hour for any group.
+        backend: The transport; None is the transport of the default group.
+        timeout: None is the timeout of the default group. torch's own is half an hour for any group.
     """
     key = (tuple(map(tuple, partition)), backend)
     if key not in new_groups:
@@ -264,7 +264,7 @@ class ParallelDims:
 
         Raises:
             RuntimeError: torch.distributed is not initialized.
-            ValueError: The axis does not exist, one is a part of another, or they are not in the order of the ranks.
+            ValueError: An axis does not exist, or is a part of another one, or they are not in the order of the ranks.
         """
         names = (dims,) if isinstance(dims, str) else tuple(dims)
         groups = [self.process_group(name) for name in names]

@@ -121,7 +121,7 @@ class CollectiveWork:
         self._started_in = ForkCount.number
 
     def then(self, follow: Callable[[Tensor], Tensor | CollectiveWork]) -> CollectiveWork:
-        """Returns this handle; its result is `follow`'s: a tensor, or another collective's."""
+        """Returns this handle; its result becomes the result of `follow`, or of the collective that it returns."""
         result, finish = self._result, self._finish
 
         def finish_and_follow() -> Tensor | CollectiveWork:

@@ -179,8 +179,8 @@ class BackwardPass:
             statuses: As `compare` returned them.
             late: This rank's late gradients.
             reduce: Reduces a bucket, given its number, on all ranks together.
-            publish: Adds all reduced gradients to the parameters'. It is given, by bucket, the parameters that
-                some rank has frozen when they had an accumulated gradient.
+            publish: Adds all reduced gradients to the gradients of the parameters. It is given, by bucket, the
+                parameters that some rank has frozen when they had an accumulated gradient.
         """
         frozen: dict[int, list[int]] = {}
         late_buckets: set[int] = set()

@@ -2,7 +2,7 @@
 
 Sharded training goes wrong silently when two ranks run units in different orders: the same operation, the same shape,
 other parameters. torch's FSDP2 then returns wrong numbers without an error. So each rank records its events and
-compares them with the other ranks':
+compares them with the events of the other ranks:
 
 1. before the first pass, the model: names, shapes, dtypes, wrapping (`check_equal`);
 2. in the first two passes of a kind, and as soon as a pass leaves the order of the last one, each event *before* its
@@ -76,8 +76,8 @@ class Contract:
 
     Args:
         group: The ranks.
-        limit_seconds: The longest wait for another rank; None is `SCALE_LIMIT_SECONDS`, or the
-            group's own, at most ten minutes.
+        limit_seconds: The longest wait for another rank; None is the value of `SCALE_LIMIT_SECONDS`, or the
+            group's own limit, at most ten minutes.
         abort_message: Says that a step was aborted, given each rank's exception, by rank; "" where it has not.
         of: A name that is the same on all ranks and no other contract's, by which ranks at two contracts differ.
 

@@ -4,7 +4,7 @@ Nothing else notices where ranks come apart: each goes on with values of its own
 the bits of each tensor are summed up, and the sums are compared: if two ranks hold the same part of the same
 parameter has to be the same. `shard_of` says which part that is, so any mixture of techniques is compared in one call.
 
-The sums of a tensor are over the rows and of the columns of a square of its words (as 64-bit integers, so that they
+The sums of a tensor are over the rows and the columns of a square of its words (as 64-bit integers, so that they
 are exact in any order, and NaN is a value like others). Two reads of the memory are all that it takes; one changed
 value, or two that are swapped, change a sum.
 """
@@ -54,9 +54,9 @@ def check_replicas(
 ) -> None:
     """Checks that ranks which hold the same parameters hold the same values; all ranks of the group call it together.
 
-    Compared by their bits are: parameters that are not divided, equal pieces of divided ones, as the copies of hybrid
-    sharding, in tensor parallel layers, parameters that several stages of a pipeline share, and buffers. It costs
-    two reads of their memory, one small message, and on an accelerator one wait for it.
+    It compares the bits of parameters that are not divided; of equal pieces of divided ones, for example in hybrid
+    sharding or in tensor parallel layers; of parameters that several stages of a pipeline share; and of buffers. It
+    costs two reads of their memory, one small message, and on an accelerator one wait for it.
 
         >>> import torch
         >>> from scale_core import check_replicas
@@ -272,7 +272,7 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def divergence_error(found: Sequence[Divergence], num_compared: int, step: int) -> DivergenceError:
-    """The error that all ranks raise; the ranks in its text are the group's."""
+    """The error that all ranks raise; its text numbers the ranks as the group does."""
     apart = sorted({rank for each in found for ranks in each.ranks_by_values[1:] for rank in ranks})
     lines = [f"  {each}" for each in found[:_NAMED]]
     if found[_NAMED:]:

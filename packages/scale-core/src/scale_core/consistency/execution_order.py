@@ -1,6 +1,6 @@
 """What this rank has done since the ranks last compared: passes with their events, in order, and optimizers' steps.
 
-`Contract` compares it. Training repeats itself, so the order of the last pass predicts that of the next one, too.
+`Contract` compares it. Training repeats itself, so the order of the last pass also predicts the order of the next.
 
 Each rank steps on its own part of the model. Nothing fails where their optimizers have different learning rates, for
 example because each rank's scheduler sees the validation loss of the rank. The result is a model that no single process
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from scale_core.comm.collectives import UNIT_TAGS
 
 _MASK = (1 << 62) - 1
-# In so many passes of a cycle that is not predicted, ranks compare whether forwards or backwards follow.
+# In this many passes of a cycle that is not predicted, ranks compare whether forwards or backwards follow.
 _COMPARED_DIRECTIONS = 8
 
 
@@ -332,7 +332,7 @@ class OptimizerSteps:
         return {"their parts of the model": [(step.kind, texts) for step in self._steps for texts, _ in step.groups]}
 
     def by_name(self, named: Iterable[tuple[str, Tensor]]) -> StepsByName:
-        """Returns the steps on those of these parameters that this rank has elements of; ranks have the same names."""
+        """Returns the steps on the parameters of which this rank has elements; ranks have the same names."""
         with torch._C.DisableTorchFunctionSubclass():  # An empty part has no element, whatever the full shape is.
             names = {id(param): f"'{name}'" for name, param in named if param.numel()}
         steps: dict[str, list[tuple[str, Mapping[str, str]]]] = {name: [] for name in names.values()}

@@ -63,7 +63,7 @@ class LateRanks:
         self._seconds_before = WaitClock.seconds
 
     def step(self) -> list[float] | None:
-        """Counts a step; every so many, all ranks of the group compare.
+        """Counts a step; after every interval all ranks of the group compare.
 
         Returns:
             When they have compared, by how many milliseconds per step each rank came after the first one, by rank.

@@ -1,6 +1,6 @@
 """Random number generators: which of them a computation has drawn from, and their states set back to draw again.
 
-Every generator of the process is looked at, each device's too, whatever devices a module's tensors are on; inside of
+Every generator of the process is looked at, on every device, whatever devices a module's tensors are on; inside of
 `only_device` those that belong to other threads are left out. Only those that were drawn from are kept, so a module
 without dropout keeps nothing and replays nothing.
 """
@@ -47,7 +47,7 @@ _limit = _Limit()
 
 @contextmanager
 def only_device(device: torch.device) -> Iterator[None]:
-    """Inside, in this thread, the generators are the host's and one device's: others have theirs in use."""
+    """Inside, this thread uses the generators of the host and of one device: other threads have the others in use."""
     before, _limit.device = _limit.device, device
     try:
         yield

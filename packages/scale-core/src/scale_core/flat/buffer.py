@@ -129,7 +129,7 @@ class FlatBuffer(FlatStorage):
     def gather(self, tag: int = UNTAGGED, *, copies_shard: bool = False) -> None:
         """Starts to fill the full buffer with every rank's shard; does nothing where it is filled or being filled.
 
-        With `copies_shard` the shard may be written to before `wait_gathered`, and its present values are sent.
+        With `copies_shard` the shard may be written to before `wait_gathered`: its values at the call are sent.
         """
         if self.state is not State.SHARDED:
             return
@@ -223,7 +223,7 @@ class FlatBuffer(FlatStorage):
 
     @property
     def error_feedback(self) -> Sequence[ErrorFeedback]:
-        """The rounding errors of the gradients, which are added to those of the next step; empty without it."""
+        """The rounding errors of the gradients, which are added to the gradients of the next step; empty without it."""
         return self.transport.feedback
 
     def has_grad(self, index: int) -> bool:

@@ -12,7 +12,7 @@ from scale_core.flat.layout import alignment_of
 
 @dataclass(frozen=True)
 class DtypePolicy:
-    """The dtypes of one flat buffer; None is that of the parameters themselves.
+    """The dtypes of one flat buffer; None is the dtype of the parameters themselves.
 
     Attributes:
         compute: Of the gathered parameters and of their gradients.
@@ -33,15 +33,15 @@ class DtypePolicy:
 
 @dataclass(frozen=True)
 class DevicePolicy:
-    """The devices of one flat buffer; None is that of the parameters themselves."""
+    """The devices of one flat buffer; None is the device of the parameters themselves."""
 
     shard: torch.device | None = None  # The shard, and so the gradients and the state that an optimizer sees
     compute: torch.device | None = None  # The gathered parameters, and gradients until they are reduced
-    reduced: torch.device | None = None  # Reduced gradients until the backward pass is over; None is that of the shard
+    reduced: torch.device | None = None  # Reduced gradients until the backward pass is over; None is `shard`
     pin_memory: bool = True  # Of a shard on the host that goes to a GPU: its copies then overlap with the computation
 
     def resolved(self, here: torch.device) -> DevicePolicy:
-        """The same with every device named; `here` is that of the parameters."""
+        """The same with every device named; `here` is the device of the parameters."""
         shard = self.shard or here
         return DevicePolicy(shard, self.compute or here, self.reduced or shard, self.pin_memory)
 
@@ -68,10 +68,10 @@ class ShardGroups:
 
 
 def flat_alignment(dtype: torch.dtype, *, gathered_bytes: int | None = None) -> int:
-    """Where parameters of `dtype` may start in their flat buffer: multiples of so many elements (`FlatLayout.plan`).
+    """Parameters of `dtype` may start at multiples of this number of elements in their flat buffer (`FlatLayout.plan`).
 
     The layout stays where floating-point numbers are gathered in two bytes, or converted by `model.half()`. Where they
-    are gathered in fewer, it is that of `gathered_bytes` for each element.
+    are gathered in fewer bytes, the alignment is for `gathered_bytes` of each element.
     """
     if gathered_bytes is not None:
         return alignment_of(gathered_bytes)

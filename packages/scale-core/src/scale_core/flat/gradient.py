@@ -2,8 +2,8 @@
 
 They are in one flat tensor of W * S elements, as the collective wants them. It exists only while there are gradients,
 and each one is copied into it as soon as it is complete, while it is in the processor's cache. Where gradients of
-several passes are accumulated, the current pass's are kept apart from the sum of earlier ones until the pass has
-succeeded: a failed pass could not be subtracted again.
+several passes are accumulated, the gradients of the current pass are kept apart from the sum of earlier passes until it
+has succeeded: a failed pass could not be subtracted again.
 
 The gradient of one parameter in the current pass (`GradState`):
 

@@ -59,7 +59,7 @@ _KEPT = (
 
 
 class FlatStorage(ABC):
-    """The memory of a `FlatBuffer`; its transfers are there."""
+    """The memory of a `FlatBuffer`, which adds the transfers."""
 
     sharded_params: list[nn.Parameter]
     unsharded_params: list[nn.Parameter]
@@ -97,7 +97,7 @@ class FlatStorage(ABC):
         self._written = [self.shard]
         self._init_unsharded([param.requires_grad for param in params])
 
-    # What its transfers add.
+    # What `FlatBuffer` adds.
 
     @property
     @abstractmethod
@@ -200,7 +200,7 @@ class FlatStorage(ABC):
 
         The full buffer is freed and gradients are dropped. The sharded parameters stay the same objects where torch can
         give them other memory; otherwise they are new ones. `shard` is [S] of the new layout and belongs to the buffer
-        from now on; `layout` and `groups` are as before where they are None, `devices` that of the shard.
+        from now on. `layout` and `groups` are as before if they are None; `devices` is then the device of the shard.
         """
         version, trainable = self.version, [self.sharded_param(i).requires_grad for i in range(len(self.names))]
         self.discard()
@@ -289,7 +289,7 @@ class FlatStorage(ABC):
             else:
                 self.sharded_params.append(nn.Parameter(memory, requires_grad=param.requires_grad))
                 copy_attributes(param, self.sharded_params[-1])
-        # They keep version counters of their own, where those that are made from the shard share that of the shard.
+        # They keep version counters of their own; parameters that are made from the shard share its version counter.
         self._written = [self.shard, *self.sharded_params]
 
     def _new_shard(self, dtype: torch.dtype) -> Tensor:

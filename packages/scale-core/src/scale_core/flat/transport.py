@@ -134,7 +134,7 @@ class ShardTransport(ABC):
             all_gather_input: [S], the shard; must not change before the work is waited for, unless `copies_input`.
             all_gather_output: [W * S], of the dtype of the computation or of `all_gather_dtype`.
             tag: As in `scale_core.all_gather`.
-            copies_input: Send the shard's present values, whatever is written to it.
+            copies_input: Send the values that the shard has at the call, whatever is written to it later.
         """
 
     @abstractmethod

@@ -133,7 +133,7 @@ def in_backward() -> bool:
 def is_nested() -> bool:
     """Whether the backward pass that runs now is inside of another one, whose end `register_post_backward` waits for.
 
-    So is a reentrant checkpoint's, which ends before the pass around it has averaged gradients.
+    The pass of a reentrant checkpoint is: it ends before the pass around it has averaged gradients.
     """
     task = graph_task_id()
     return any(other != task for other in _open_tasks)

@@ -47,7 +47,7 @@ class GradientHooks:
 
 
 gradient_hooks = GradientHooks()
-"""Those of this process, in the order of registration."""
+"""The hooks of this process, in the order of registration."""
 
 
 @checked_arguments
@@ -55,8 +55,8 @@ def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
     """Calls `callback(params, grads)` with gradients as this rank computed them, before they are reduced.
 
     It is called for each backward pass by itself: where gradients of several passes are accumulated, as under
-    `no_sync()` of scale-fsdp, each call has those of its pass alone. scale-oss calls it with the sum, at the reduction:
-    its parameters are unsharded, so a hook on a parameter sees each pass.
+    `no_sync()` of scale-fsdp, each call has the gradients of its pass only. scale-oss calls it with the sum, at the
+    reduction: its parameters are unsharded, so a hook on a parameter sees each pass.
 
     It gets the parameters as `parameters()` yields them and, in the same order, the full local gradient of each, in
     the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The gradients are borrowed:

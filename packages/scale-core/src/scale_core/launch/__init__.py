@@ -1,4 +1,4 @@
-"""Ranks on this machine, or torchrun's, and their rendezvous.
+"""Ranks on this machine, or ranks that torchrun started, and their rendezvous.
 
 Begin with `launcher`.
 """

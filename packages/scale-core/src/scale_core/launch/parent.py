@@ -25,7 +25,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def is_orphan() -> bool:
-    """Whether the process that started this one has ended: its parent is process 1 then, not a Python program."""
+    """Whether the process that started this one has ended: the parent is then process 1, which does not run Python."""
     if sys.platform != "linux" or os.getppid() != 1:
         return False
     try:

@@ -59,8 +59,8 @@ def init_distributed(
     Args:
         backend: The backend of the default group. By default gloo on CPU; on CUDA NCCL for CUDA tensors and gloo for
             tensors on the host, so that small control messages need no device.
-        device: "cpu" or "cuda"; by default `launch_local`'s, or else CUDA where it is available. On CUDA the
-            rank's device is made the current: its local rank's, or the only one that it sees.
+        device: "cpu" or "cuda"; by default the device of `launch_local`, or else CUDA where it is available. On CUDA
+            the rank's device is made the current: the device of its local rank, or the only one that it sees.
         limit_seconds: For the ranks to meet and for every collective after it; None is the environment variable
             `SCALE_LIMIT_SECONDS`, or 300. NCCL's own limit is five minutes more: after it NCCL ends the process, and
             the error that names the missing rank has to come first.

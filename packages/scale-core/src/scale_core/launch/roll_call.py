@@ -185,7 +185,7 @@ def warn_lead(store: Store, mine: RankFacts) -> str:
 
 
 def _answer(store: Store, name: str, mine: RankFacts) -> None:
-    # Counted, so that those of two ranks with one number both stand there.
+    # Counted, so that the answers of two ranks with one number both stand there.
     store.set(f"{name}/answer {store.add(f'{name}/answers', 1)}", json.dumps(asdict(mine)))
 
 
@@ -232,7 +232,7 @@ def compare(answers: Sequence[RankFacts]) -> tuple[str, str]:
             remarks.append(difference)
         # No NaN is equal to another one, and these are no difference.
         if other.config != first.config and (names := differences(first.config, other.config)):
-            difference = f"the configuration of {other_rank} differs from rank {first.rank}: {'; '.join(names[:10])}"
+            difference = f"rank {first.rank} and {other_rank} have different configurations: {'; '.join(names[:10])}"
             return f"{difference}. Give all ranks the same config", ""
     return "", f"the ranks have different releases: {'; '.join(remarks)}" if remarks else ""
 

@@ -30,9 +30,9 @@ class StopSignal:
         ...             raise SystemExit(stop.exit_code)  # 143 after SIGTERM, 130 after Ctrl-C
 
     Args:
-        keep_after: The class of errors after which signals stay caught. For errors with which the program ends, such
-            as ScaleDistributedError: a launcher that ends this rank, because another has failed, does not cut off its
-            message.
+        keep_after: The class of errors after which signals stay caught. Use it for errors that end the program, such
+            as ScaleDistributedError: if the launcher ends this rank because another has failed, it then does not cut
+            off the message.
 
     Attributes:
         received: The number of the signal that this rank received; 0 if none.

@@ -31,7 +31,7 @@ from scale_core.dtensor import is_dtensor, local_gradient, sharding_groups
 from scale_core.shard import Placement, Stages, names_of_stages, on_local_tensors, shard_of, stages_of
 from scale_core.sharded_tensor.replicated_parameter import reduced_gradient_of
 
-# So many squares can be added in fp32 before the error of the sum is that of its last rounding.
+# This many squares can be added in fp32 before the error of the sum reaches the error of its last rounding.
 _PIECE = 256
 
 
@@ -62,8 +62,8 @@ def measured_gradients(params: Sequence[Tensor]) -> list[MeasuredGradient]:
 def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: float | None = None) -> Tensor:
     """Returns the p-norm of all gradients together, as one number that is equal on all ranks.
 
-    All ranks that share one of the parameters call it together, with the same parameters in the same order; of a
-    pipeline, with their stages' parameters; a rank may have none. Norms are combined in fp64.
+    All ranks that share one of the parameters call it together, with the same parameters in the same order. Ranks of a
+    pipeline call it with the parameters of their stages; a rank may have none. Norms are combined in fp64.
 
     Args:
         params: Parameters, full or local shards (`shard_of` tells), or one such; one without a gradient counts as
@@ -225,7 +225,7 @@ def is_shared(param: Tensor) -> bool:
 
 
 def _sharing_groups(param: Tensor) -> tuple[Group, ...]:
-    """The groups between which a parameter is sharded, and the ranks which have other experts in its place."""
+    """The groups between which a parameter is sharded, and the group of ranks that have other experts in its place."""
     shard = shard_of(param)
     if shard is None:
         return ()
@@ -269,8 +269,8 @@ def _over_shards(
     gradients: Sequence[MeasuredGradient], norm_type: float, device: torch.device, limit_seconds: float | None
 ) -> Tensor:
     """The sum of |g|^p over all elements on all ranks that share a parameter, or their largest magnitude."""
-    # By who shares them. The order is that of the parameters, which is the same on all ranks; an order by the ranks
-    # in a group would not be, where an axis is the first of one group's and the last of another's.
+    # By who shares them. The order of the parameters is the same on all ranks. An order by the ranks in a group would
+    # not be, where an axis is the first of one group's and the last of another's.
     classes: dict[tuple[Group, ...], list[Tensor]] = {}
     for _, holder, grad in gradients:
         groups = sharding_groups(holder) if is_dtensor(holder) else _sharing_groups(holder)

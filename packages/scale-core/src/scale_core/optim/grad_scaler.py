@@ -60,7 +60,7 @@ class ShardedGradScaler(GradScaler):
 
     Raises:
         ValueError: A number out of its range, or a `process_group` that this rank is not a member of.
-        TypeError: `process_group` is none, or `device` is not a device.
+        TypeError: `process_group` is not a process group, or `device` is not a device.
 
     See also: [the guide to FSDP](../guides/fsdp.md).
     """

@@ -218,7 +218,7 @@ def _refuse_divided(optimizer: torch.optim.Optimizer) -> None:
         return
     if any(base.sparse for base in bases):
         raise RuntimeError(
-            f"{kind}.step(): it takes sparse gradients, and shards' are dense, as in {shards[0].title}: "
+            f"{kind}.step(): it takes sparse gradients, but the gradient of {shards[0].title} is dense: "
             "train with torch.optim.Adam(model.parameters(), ...)"
         )
     if runs_on_shards(optimizer):

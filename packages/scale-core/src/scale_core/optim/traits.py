@@ -193,8 +193,8 @@ def is_elementwise(optim_class: type[Optimizer]) -> bool:
 
 def constructor_arguments(optim_class: type[Optimizer], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns an optimizer's `defaults` without those that its class fixes, for its constructor."""
-    # Trainers build `OSS(optimizer.param_groups, type(optimizer), **optimizer.defaults)`, and among those of AdamW
-    # there is one that only Adam takes. Anything else that it does not take, it refuses by itself.
+    # Trainers build `OSS(optimizer.param_groups, type(optimizer), **optimizer.defaults)`, and among the defaults of
+    # AdamW there is one that only Adam takes. Anything else that it does not take, it refuses by itself.
     parameters = inspect.signature(optim_class).parameters
     accepted = {key: value for key, value in defaults.items() if key in parameters}
     if len(accepted) == len(defaults) or any(

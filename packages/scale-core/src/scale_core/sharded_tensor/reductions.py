@@ -1,9 +1,9 @@
-"""Reductions of a sharded tensor that equal the full one's: over all dimensions or some, equal on all ranks.
+"""Reductions of a sharded tensor, with the results of the full one: over all dimensions or some, equal on all ranks.
 
 Each rank reduces its own elements, the ranks exchange their results, and each one combines it in the order of
 the ranks. So a result is a plain tensor with the same bits on all ranks; it is on every rank that calls the function,
-and all ranks that share the tensor call it together. Sums differ from one process's by the order of their
-summands alone.
+and all ranks that share the tensor call it together. Sums differ from the sums of one process
+by the order of their summands only.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ ReplicatedShard.counterpart, AwaitedShard.counterpart = AwaitedShard, Replicated
 def set_reduced_gradient(param: Tensor, reduced: ReducedGradient) -> None:
     """Records where the averaged gradient of a parameter is, and has its attribute `grad` show it."""
     vars(param)[_REDUCED] = reduced
-    # Parameters of other classes, as a user's own or those of a simulation, keep them.
+    # Parameters of other classes, for example of a user or of a simulation, keep their class.
     param.__class__ = _REPLICATED.get(type(param), type(param))
 
 

@@ -1,6 +1,6 @@
 """State of optimizers that is quantized block by block: codes for each element, a scale for each block, code books.
 
-Codes have the parameter's shape, as any other state. A scale belongs to so many consecutive elements, so a parameter
+Codes have the parameter's shape, as any other state. A scale belongs to a block of consecutive elements, so a parameter
 has to be cut where a block ends, which `ShardOptions(atom=BlockAtom(k))` sees to. Code books are the same for every
 rank. Scales and code books are known by their keys, since their shapes could belong to anything.
 """
@@ -17,10 +17,10 @@ from scale_core.state.local_shard import LocalShard
 from scale_core.state.param_ownership import ParamSlice, not_elementwise
 
 BLOCK_SIZES: Mapping[str, int] = MappingProxyType({"absmax1": 256, "absmax2": 256})
-"""Keys of scales, and the elements that each scale is for, in bitsandbytes."""
+"""Keys of the scales of bitsandbytes, and the number of elements that each scale is for."""
 
 CODE_BOOKS = frozenset({"qmap1", "qmap2"})
-"""Keys of code books, in bitsandbytes."""
+"""Keys of the code books of bitsandbytes."""
 
 
 def num_blocks(key: str, holding: ParamSlice) -> int:
@@ -46,7 +46,7 @@ def whole_shape(key: str, holding: ParamSlice) -> tuple[int, ...]:
 
 
 def block_shard(key: str, value: Tensor, holding: ParamSlice) -> LocalShard:
-    """This rank's scales, as a shard of the full parameter's.
+    """This rank's scales, as a shard of the scales of the full parameter.
 
     Raises:
         ValueError: The elements begin within a block, or there is another number of scales.

@@ -52,7 +52,7 @@ class ParamState:
 
     @property
     def is_compared(self) -> bool:
-        """Whether this rank's state must equal the others'; one without elements may have stepped otherwise."""
+        """Whether this rank's state must equal the state of the others; a rank without elements may have another."""
         if self.rank_of_all is not None:
             return self.group.rank == self.rank_of_all
         return bool(self.parts[self.group.rank].numel) or not any(part.numel for part in self.parts)

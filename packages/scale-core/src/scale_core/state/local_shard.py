@@ -29,8 +29,8 @@ class LocalShard(Tensor):
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which has `stop - start` elements in any shape, and is not
     copied. With `ranges`, the elements are counted in that part of the full tensor. The tensor is contiguous;
     in the shape of all of that it may have any strides. Without `written` it is loaded into like any, but saved by
-    other ranks alone, which hold the same elements. All of these are attributes; `ranges` are each dimension's
-    (`scale_core.shard.Shard`), or empty.
+    other ranks alone, which hold the same elements. All of these are attributes; `ranges` has the indices
+    of each dimension (see `scale_core.shard.Shard`), or is empty.
 
     Raises:
         ValueError: The tensor has another number of elements, or is not contiguous where it has to be.

@@ -250,7 +250,7 @@ def _strangers(state: Mapping[str, Any], known: Container[str], name_here: Calla
             if local_name is not None and local_name not in known
         ]
         if names:
-            subject = f"{some_keys(names)}, which {'is not a parameter' if len(names) == 1 else 'are no parameters'}"
+            subject = f"{some_keys(names)}, which {'is not a parameter' if len(names) == 1 else 'are not parameters'}"
             return f"{GROUPS}: group {group.number} was saved with {subject} of the optimizer: {REGROUP}"
     return ""
 
@@ -350,7 +350,7 @@ def _shared_number(key: str, values: Mapping[ParamSlice, Any]) -> Any:
     for other, its_value in others:
         if as_json(other.name, its_value) != as_json(first.name, value):
             raise StateMismatch(
-                f"optim.{other.name}.{key} is {as_json(other.name, its_value)} and {first.name}'s is "
+                f"optim.{other.name}.{key} is {as_json(other.name, its_value)} and optim.{first.name}.{key} is "
                 f"{as_json(first.name, value)}, but one flat parameter holds both: load it into a model without "
                 "flatten_parameters"
             )

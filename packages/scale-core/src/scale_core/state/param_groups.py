@@ -25,7 +25,7 @@ REGROUP = "build the optimizer with the parameter groups that it was saved with"
 """What mends groups that differ, in errors."""
 
 NAMES = frozenset({"params", "param_names"})
-"""The keys of a group that are no options of it: names are saved anyway, from the plain model."""
+"""The keys of a group that are no options of it: the names of the plain model are saved anyway."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def is_group(key: str) -> bool:
 
 
 def saved_groups(state: Mapping[str, Any]) -> list[SavedGroup]:
-    """Returns the groups of a state, by number; several ranks' one after the other."""
+    """Returns the groups of a state, by number; the groups of several ranks come one after the other."""
     groups = []
     for key, value in state.items():
         if key == GROUPS:
@@ -86,7 +86,7 @@ def matching_options(
     strict: bool = True,
 ) -> list[Mapping[str, Any]]:
     """Returns the saved options of each group of an optimizer; unless strict, it may have parameters of none."""
-    # A group without parameters gets those of the saved groups of its number, if they are the same in all of them.
+    # A group without parameters gets the options of the saved groups of its number, if all of these have the same.
     if not saved:
         raise StateMismatch(
             f"{GROUPS}: none saved: save the optimizer too, by sharded_state_dict(model, optimizer), or load the model "

@@ -47,14 +47,14 @@ class ParamSlice:
     name: str  # Its qualified name in the plain model
     owner: Tensor  # The tensor that an optimizer steps on: the parameter, a shard of it, or a flat parameter
     shape: tuple[int, ...]  # The shape of the full parameter
-    start: int  # The first element held, in row-major order, or in that of the part in `ranges`
+    start: int  # The first element held, in the row-major order of the parameter, or of the part in `ranges`
     stop: int  # One past the last element held
     offset: int = 0  # Where the held elements begin in the flattened `owner`
     local_shape: tuple[int, ...] = ()  # The shape of these elements
     is_shard: bool = True  # Other ranks may hold other elements
     shares_owner: bool = False  # The owner is a flat parameter, which holds others, too
-    # This rank's part of the optimizer's state: that of the elements held; all of it, of any shape, where one rank
-    # steps on the full parameter; or nothing, where others do.
+    # This rank's part of the optimizer's state: the state of the elements held; all of it, of any shape, where one
+    # rank steps on the full parameter; or nothing, where others do.
     state: Literal["elements", "all", "nothing"] = "elements"
     ranges: Ranges = ()  # The indices of the full parameter; see `scale_core.shard.Shard`
     written: bool = True  # This rank saves its elements; otherwise another one that holds the same does
@@ -116,9 +116,9 @@ def named_param_slices(model: nn.Module) -> dict[str, ParamSlice]:
 
 
 def of_this_rank(saved: Mapping[str, Any], model: nn.Module) -> Mapping[str, Any]:
-    """Drops from a saved state the units that each rank has for itself, if they are other ranks'."""
-    # Such parameters have names that end in their ranks, `expert.weight@1`. What ranks have saved that are not among
-    # those of the model stays, and is unexpected.
+    """Drops from a saved state the units that each rank has for itself, if they belong to other ranks."""
+    # Such parameters have names that end in their ranks, `expert.weight@1`. What has been saved by ranks that are not
+    # among the ranks of the model stays, and is unexpected.
     names = named_param_slices(model)
     stems = {name.partition("@")[0] for name in names if "@" in name}
     if not stems:

@@ -196,7 +196,7 @@ def _made_whole(
 
 
 class _Axes(NamedTuple):
-    """The ranks between which a parameter is cut: of a unit, and along another axis of a layer."""
+    """The ranks between which a parameter is cut: the ranks of a unit, and along another axis the ranks of a layer."""
 
     group: Group
     other: Group | None

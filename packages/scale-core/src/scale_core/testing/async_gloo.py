@@ -123,7 +123,7 @@ class AsyncGloo(_ProcessGroup):  # type: ignore[misc]  # torch's stubs know othe
         self._communicator()
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Takes part in the split of this communicator; all ranks have to come, also ranks of no new group."""
+        """Takes part in the split of this communicator; all ranks have to come, also ranks that are in no new group."""
         self._exchange_byte(_SPLIT).wait()
 
     def abort(self) -> None:
@@ -280,7 +280,7 @@ class _Combine(NamedTuple):
         raise NotImplementedError(f"{BACKEND}: expected one of {[str(reduce_op) for reduce_op in _COMBINE]}, got {op}")
 
     def in_ring_order(self, summands: Sequence[Tensor], last: int) -> Tensor:
-        """Combines the summands of all ranks, by rank, in their dtype: first the rank's after `last`."""
+        """Combines the summands of all ranks, by rank, in their dtype, beginning with the rank after `last`."""
         result = summands[(last + 1) % len(summands)]
         for step in range(2, len(summands) + 1):
             result = self.combine(result, summands[(last + step) % len(summands)])

@@ -33,7 +33,7 @@ class ElementRange(NamedTuple):
         return self.slice_part(self.part.slice(tensor))
 
     def slice_part(self, tensor: Tensor) -> Tensor:
-        """Its elements of a tensor of the part's shape: all of it, else [n]."""
+        """Its elements of a tensor of the part's shape: the tensor itself if these are all, else [n]."""
         if self.stop - self.start == self.part.numel:
             return tensor
         return tensor.detach().reshape(-1)[self.start : self.stop]
@@ -205,7 +205,7 @@ class GradientCopy:
         return self._copied_from is not None and self._copied_from() is grad and self._version == grad._version
 
     def differs(self, grad: Tensor) -> Tensor | None:
-        """A number that is 0 if it is a copy of this gradient's present values; None: it is of another one."""
+        """A number that is 0 if the copy has the present values of this gradient; None if it is of another one."""
         if self._fingerprint is None or not self.is_copy_of(grad):
             return None
         return self._fingerprint.differences(_Fingerprint.of(self._part.slice(grad)))
@@ -219,7 +219,7 @@ class GradientCopy:
 
 
 def are_current(copies: Sequence[tuple[GradientCopy, Tensor]]) -> list[bool]:
-    """Which copies have these gradients' present values; synchronizes the devices once."""
+    """Which copies have the present values of their gradients; synchronizes the devices once."""
     answers = [copy.differs(grad) for copy, grad in copies]
     local_answers = [answer for answer in answers if answer is not None]
     if not local_answers:

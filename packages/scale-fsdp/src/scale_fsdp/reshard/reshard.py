@@ -141,7 +141,8 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
             )
         if request.has_values and spec != first_spec:
             raise ValueError(
-                f"rank {rank} has other gradients, optimizer state or averages than the others: step all ranks"
+                f"rank {rank} has other gradients, optimizer state or averages than the others: take the same steps on "
+                "all ranks"
             )
 
 

@@ -33,11 +33,11 @@ class ReducedGradHooks:
 
     @classmethod
     def of(cls, root: UnitContext, backward_pass: BackwardPass) -> ReducedGradHooks | None:
-        """Returns those of a pass that begins; None if nobody wants gradients before its end."""
+        """Returns the hooks of a pass that begins; None if nobody wants gradients before its end."""
         return cls(root, backward_pass) if has_reduced_grad_hooks() else None
 
     def add(self, unit: Unit) -> None:
-        """The gradients of a unit were reduced, after those of the units before it."""
+        """The gradients of a unit were reduced, after the gradients of the units before it."""
         # Gradients that go on to the host or to replicas come one unit later: to wait for them would stop the pass.
         ready = [] if self._in_transit is None else [self._in_transit]
         self._in_transit = None
@@ -80,7 +80,7 @@ class ReducedGradHooks:
 
 
 def call_hooks_at_end(root: UnitContext, published: Container[Tensor]) -> None:
-    """Calls the hooks of published gradients at the end of a pass, but for those that were `published` before it."""
+    """Calls the hooks of published gradients at the end of a pass, but not for parameters `published` before it."""
     if gradient_hooks.published:
         buffers = [buffer for unit in root.units if root.reduces(unit) for buffer in unit.buffers]
         params = [param for buffer in buffers for param in buffer.sharded_params if param.grad is not None]

@@ -90,7 +90,7 @@ class Root(UnitContext):
     # Order and memory.
 
     def begin_forward(self, unit: Unit, method: str) -> None:
-        """A forward pass begins with `unit`: its module's or, unless it is "", another method."""
+        """A forward pass begins with `unit`: the forward of its module or, unless it is "", another method."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise captured_in_graph(unit)
         if self.contract.history.cycle and not self.contract.is_single_rank:

@@ -118,7 +118,7 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
 def pre_backward(unit: Unit, versions: Sequence[int], calls: ForwardCalls) -> None:
     """A gradient has arrived at the module's outputs: unshards it, and prefetches the unit before it.
 
-    `versions` are the shards' when the module ran, `calls` are from the forward pass in which it ran.
+    `versions` are the versions of the shards when the module ran, `calls` the calls of that forward pass.
     """
     root = unit.root
     assert isinstance(root, Root)
@@ -224,7 +224,7 @@ def _follow_trainable(buffers: Iterable[FlatBuffer], units: Sequence[Unit]) -> N
     unit_of = {buffer: unit for unit in units for buffer in unit.buffers}
     for buffer, name, trains in changes:
         unit = unit_of.get(buffer)
-        # Other ranks than those of a unit may hold others, for example experts.
+        # Ranks outside of a unit may hold other parameters, for example experts.
         if unit is None or unit.root is None or unit.rank_suffix:
             continue
         if not checks.is_on_an_axis(unit, unit.root.contract.group):

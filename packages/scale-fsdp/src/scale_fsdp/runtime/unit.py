@@ -154,9 +154,9 @@ class Unit:
 
         # The pass that runs now.
         self.forward_calls = ForwardCalls()
-        self.modules_to_run: set[int] = set()  # ids of those of several modules that this forward has not called yet
+        self.modules_to_run: set[int] = set()  # ids; if the unit has several modules, the ones not called yet
         self.pending_backwards = 0  # forward calls whose backward has not come yet
-        self.use_count = 0  # reasons to be gathered: its own forward or backward, and those of units that share
+        self.use_count = 0  # reasons to be gathered: its own forward or backward, or of units that share
         self.in_backward = False  # between the first gradient at its outputs and the last at its inputs
         self.had_backward = False  # since the last forward pass began
         self.input_grads_seen = False  # a gradient at an input has said that a call's backward is over
@@ -455,7 +455,7 @@ class UnitContext:
 
 
 def module_names(module: nn.Module) -> dict[int, str]:
-    """Returns the qualified name of every module in `module`, by its id; `module`'s own is ""."""
+    """Returns the qualified name of every module in `module`, by its id; the name of `module` itself is ""."""
     return {id(child): path for path, child in module.named_modules()}
 
 

@@ -181,7 +181,7 @@ def full_state_dict(
     """Returns the state dict of the plain model: full tensors under plain names. All ranks call it together.
 
     One unit at a time is gathered, copied to `device` if this rank keeps it, and freed. All tensors are copies, buffers
-    as well: unlike `model.state_dict()`'s, they do not write to the model.
+    as well: unlike the tensors of `model.state_dict()`, a write to them does not change the model.
 
         >>> import torch
         >>> from scale_fsdp import full_state_dict, fully_shard
@@ -192,7 +192,7 @@ def full_state_dict(
     Args:
         model: A sharded module, or one that holds such; its `state_dict_*` options do not count here.
         rank_0_only: Only rank 0 of the model's ranks gets the tensors, and the others an empty dict.
-        device: Device of the tensors; None: the shards'.
+        device: Device of the tensors; None is the device of the shards.
 
     Raises:
         TypeError: `rank_0_only` is not a bool.

@@ -127,7 +127,7 @@ def _replace_by_shard(
         return
     local = buffer.pieces[number].detach() if problem else local_elements(buffer, number, full)
     if (shard := shard_of(buffer.sharded_params[number])) is not None:
-        mark_sharded(local, shard)  # torch compares its shape with that of the parameter.
+        mark_sharded(local, shard)  # torch compares its shape with the parameter's shape.
     setattr(local, _IS_LOCAL, True)
     state_dict[name] = local
 
@@ -186,7 +186,7 @@ def _mismatches(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) 
 
 
 def _loads_as_given(module: nn.Module) -> bool:
-    """Whether a module loads the unchanged state: no foreign hook, and no `_load_from_state_dict` of its own."""
+    """Whether a module loads the state unchanged: no foreign hook, and no `_load_from_state_dict` of its own."""
     hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
     has_our_hooks = all(getattr(hook, "func", hook).__module__.startswith("scale_fsdp.") for hook in hooks)
     return has_our_hooks and type(module)._load_from_state_dict.__module__.startswith("torch.")

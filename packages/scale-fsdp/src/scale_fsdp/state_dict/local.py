@@ -102,13 +102,13 @@ def _check_metadata(given: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     )
     if given["world_size"] != own["world_size"]:
         raise ValueError(
-            f"load_local_state_dict: expected the state of one of {own['world_size']} ranks, got rank "
-            f"{given['rank']} of {given['world_size']}. {fix}"
+            f"load_local_state_dict: expected the state of one of {own['world_size']} ranks, got the state "
+            f"of rank {given['rank']} of {given['world_size']}. {fix}"
         )
     if given["rank"] != own["rank"]:
         raise ValueError(
-            f"load_local_state_dict: expected the state of rank {own['rank']}, got rank {given['rank']}, of "
-            f"{own['world_size']}: read the file that this rank has written"
+            f"load_local_state_dict: expected the state of rank {own['rank']}, got the state of rank "
+            f"{given['rank']}, of {own['world_size']} ranks: read the file that this rank has written"
         )
     for name in dict.fromkeys((*own["parameters"], *given["parameters"])):
         expected, got = own["parameters"].get(name), given["parameters"].get(name)
@@ -166,7 +166,7 @@ def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]
         >>> consolidate_local_state_dicts([model.local_state_dict()])["weight"].shape
         torch.Size([3, 2])
 
-    Buffers are rank 0's.
+    Buffers are taken from rank 0.
 
     Args:
         local_state_dicts: The result of `local_state_dict()` on each rank, or from a file, in any order.
@@ -202,7 +202,7 @@ def consolidate_shards(
     Args:
         shard_weights: The `local_state_dict()` of each rank, in any order.
         shard_metadata: The metadata of each rank, in the same order.
-        with_module_buffers: With the module's buffers, which are rank 0's.
+        with_module_buffers: With the module's buffers, which are taken from rank 0.
         strict: Every parameter must be there; otherwise those that a rank lacks are left out.
 
     Raises:
@@ -239,8 +239,8 @@ def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> l
     for number, entry in enumerate(metadata):
         if not isinstance(entry, Mapping) or not {"rank", "world_size", "parameters"} <= entry.keys():
             raise ValueError(
-                f"metadata {number} does not say which elements the state's tensors are: expected metadata of the same "
-                "rank's local_state_dict()"
+                f"metadata {number} does not say which elements the state's tensors are: expected the "
+                "metadata of the same rank's local_state_dict()"
             )
     sizes = sorted({entry["world_size"] for entry in metadata})
     if len(sizes) > 1:

@@ -152,7 +152,7 @@ def check_same_ranks(model: nn.Module, what: str) -> None:
 def slices_in(model: nn.Module) -> dict[Tensor, list[ParamSlice]]:
     """The slices that each parameter of a model holds, in the order of `parameters()`, for its optimizer.
 
-    The names are from the model's state dict, also where the model is a plain module around sharded ones.
+    The names are as in the model's state dict, also where the model is a plain module around sharded ones.
     """
     slices_by_param: dict[int, list[ParamSlice]] = {}
     for name, location in param_locations(model).items():

@@ -1,8 +1,9 @@
 """Full optimizer state by the names of parameters, gathered from all ranks, and sharded again.
 
-An optimizer on shards has state in their shapes. Gathered it is the plain model's optimizer's, under plain
-names. So it loads at another number of ranks, under another wrapping, with flat parameters or without, and into a plain
-optimizer; and vice versa. Wrappers around optimizers have `state_dict()` and `load_state_dict()` as well.
+An optimizer on shards has state in their shapes. Gathered, it is the state of an optimizer of the plain
+model, under plain names. So it loads at another number of ranks, under another wrapping, with flat parameters or
+without, and into a plain optimizer; and vice versa. Wrappers around optimizers have `state_dict()` and
+`load_state_dict()` as well.
 
     {"state": {"layer.weight": {"step": tensor(3.), "exp_avg": tensor([[...]])}, ...},
      "param_groups": [{"lr": 0.001, ..., "params": ["layer.weight", ...]}]}
@@ -156,7 +157,7 @@ def shard_optim_state_dict(
         full: As `full_optim_state_dict` has returned it; it is not changed, nor does the result share memory with it.
         model: The optimizer's model, in any sharding, or plain.
         optimizer: The optimizer that will load it: its parameters are found by name. None: they are in the order in
-            which they were saved (`model.parameters()`'s, where those are flat).
+            which they were saved (the order of `model.parameters()`, where those are flat).
 
     Raises:
         ValueError: The state is not by name, or belongs to another model or other groups; or a tensor has another
@@ -200,7 +201,7 @@ def shard_optim_state_dict(
 
 
 def _whole_slots(slots: Mapping[str, Any], piece: ParamLocation, limit_seconds: float | None) -> dict[str, Any]:
-    """The state of a parameter from the pieces' that the ranks along another axis have; on the host."""
+    """The state of a parameter, put together from the pieces of the ranks along another axis; on the host."""
 
     def whole(value: Tensor) -> Tensor:
         if tuple(value.shape) == piece.entry.shape:

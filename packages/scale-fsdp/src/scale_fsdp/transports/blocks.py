@@ -34,7 +34,7 @@ from scale_core.arguments import did_you_mean
 FormatName: TypeAlias = Literal["int8", "float8_e4m3", "int4"]
 
 SCALE_BYTES = 4
-"""Of one block's scale, which is fp32: in bf16 its own rounding would be as large as int8's."""
+"""Of one block's scale, which is fp32: in bf16 its own rounding would be as large as the rounding of int8."""
 
 _LARGEST = {"int8": 127.0, "float8_e4m3": 448.0, "int4": 7.0}
 _SMALLEST_SCALE = 2.0**-126

@@ -38,7 +38,7 @@ class Float8Weight:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Float8Weight | None:
-        """Returns a weight's; None for any other tensor. Does not load torchao."""
+        """Returns the record of a weight of torchao; None for any other tensor. Does not load torchao."""
         torchao = sys.modules.get("torchao.float8.fsdp_utils")
         if torchao is None or not isinstance(tensor, torchao.WeightWithDynamicFloat8CastTensor):
             return None
@@ -55,7 +55,7 @@ class Float8Weight:
         out.copy_(casted.view(torch.uint8))
 
     def gathered(self, param: Tensor, data: Tensor, scale: Tensor) -> Tensor:
-        """Returns the tensor that torchao computes with, around `data`, fp8; its gradient is `param`'s."""
+        """Returns the tensor that torchao computes with, around `data`, fp8; its gradient goes to `param`."""
         with torch.enable_grad():  # Also in a backward pass, whose recomputation takes gradients of it.
             weight: Tensor = _Gathered.apply(param, data, scale, self)  # type: ignore[no-untyped-call]
         return weight

@@ -6,7 +6,7 @@ With n values from or for each of W ranks, and M = `num_bytes(n)` of the format,
     reduce_scatter_quantized    (W - 1) M      by an all-to-all; each rank adds up in fp32 its received messages
     all_reduce_quantized        2 (W - 1) M    of n = ceil(N / W) values: the two above, one after the other
 
-Gathered values are the message's on every rank, its owner included, so that all compute with the same numbers.
+Every rank, the owner included, gets the values of the message, so that all compute with the same numbers.
 A sum has this rank's own summand unchanged: it is not sent and not rounded. ZeRO++ (arXiv 2306.10209) calls the first
 two qwZ and qgZ.
 
@@ -81,7 +81,7 @@ class QuantizedMean:
         group: The W ranks, at least two.
         block_format: The format of the messages.
         divisor: The divisor of the sum; None is W.
-        tag: As in `all_gather`; in the second half of an all-reduce they have the next one.
+        tag: As in `all_gather`; messages of the second half of an all-reduce have the next tag.
         deferred: As in `all_gather_quantized`; where something has failed, the result is nothing to be read.
     """
 
@@ -105,7 +105,7 @@ class _Summation:
         self.deferred = how.deferred or DeferredError()
 
     def send(self, feedback: ErrorFeedback | None) -> CollectiveWork:
-        """Starts to send this rank's messages; once others' have come, `mean` adds up."""
+        """Starts to send this rank's messages; once the messages of the others have come, `mean` adds up."""
         messages = self.messages
         self.deferred.fill(messages.sent, lambda: self._quantize(feedback))
         self.values = self.own  # [n]; the sent parts are free
@@ -150,8 +150,8 @@ def reduce_scatter_quantized(
     Args:
         full: [W * n] of a floating-point dtype; belongs to the collective from now on.
         how: Between which ranks, and in which format.
-        dtype: Of the result; None is `full`'s.
-        feedback: Adds this rank's error of earlier calls, and keeps this one's.
+        dtype: Of the result; None is the dtype of `full`.
+        feedback: Adds this rank's error of earlier calls, and keeps the error of this call.
         messages: Memory to use.
 
     Returns:

@@ -194,10 +194,10 @@ def auto_wrap(
 
     Args:
         module: Changed in place below the root.
-        auto_wrap_policy: By default `enable_wrap`'s, else `size_policy(1e8)`, as in FSDP1.
+        auto_wrap_policy: By default the policy of `enable_wrap`, else `size_policy(1e8)`, as in FSDP1.
         min_num_params: Short for `size_policy(min_num_params)`.
         progress: Called after each module that was wrapped, as in `fully_shard_modules`.
-        kwargs: Arguments for every wrapper, which override the context's and `wrapper_config`'s.
+        kwargs: Arguments for every wrapper, which override the arguments of the context and of `wrapper_config`.
 
     Returns:
         The module, or the wrapper around it.
@@ -267,8 +267,8 @@ def fully_shard_modules(
     Args:
         module: The model; its classes' names, its qualified names and its methods stay.
         policy: Which modules become units of their own.
-        progress: Called after each unit with the number of units done, of all units, and the unit's name, "" for
-            `module` itself.
+        progress: Called after each unit with the number of units done, the number of all units, and the unit's name,
+            "" for `module` itself.
         kwargs: Arguments of `fully_shard` for every unit, also `options`; a module's `wrapper_config` overrides them.
             The `output_dtype` of an `mp_policy` applies to `module` only, because its blocks hand tensors to its other
             parameters, which are gathered in `param_dtype`.
@@ -345,7 +345,7 @@ def _wrapper_config(module: nn.Module) -> Mapping[str, Any]:
     config = getattr(module, "wrapper_config", {})
     if not isinstance(config, Mapping):
         raise TypeError(
-            f"wrapper_config holds arguments by name, but a {type(module).__name__}'s is {config!r}; "
+            f"wrapper_config holds arguments by name, but a {type(module).__name__} has {config!r}; "
             "write module.wrapper_config = {}"
         )
     return config

@@ -70,7 +70,7 @@ class Bucket:
             for memory in MemoryRange.of(name, param)
         ]
         self._addresses = [_address(self.view(index)) for index in range(len(self.params))]
-        self._storages = [param.untyped_storage() for param in self.params]  # that of each parameter
+        self._storages = [param.untyped_storage() for param in self.params]  # one of each parameter
         self.flatten(range(len(self.params)))
         self.spans = partition.spans_by_rank[group.rank]
         self._own_part = self.full.narrow(0, partition.start(group.rank), partition.sizes[group.rank])
@@ -196,12 +196,11 @@ class Bucket:
                 self.reduction.start(flat.to(wire_dtype or self.dtype), tag, None if share is None else share.divisor)
 
     def commit(self, frozen: Container[int] = ()) -> None:
-        """Adds the reduced gradients, which have arrived, to those of the pieces that train or are among `frozen`."""
+        """Adds the reduced gradients, which have arrived, to the `grad` of pieces that train or are among `frozen`."""
         with as_local():
             for reduced in self.reduction.results():
-                self.needs_gather = (
-                    True  # Even if it is frozen before the step: the plain optimizer would not ask either.
-                )
+                # Even if it is frozen before the step: the plain optimizer would not ask either.
+                self.needs_gather = True
                 views = self._pieces_of(reduced)
                 for index, (param, piece) in enumerate(zip(self.params, self.pieces, strict=True)):
                     if param.requires_grad or index in frozen:
@@ -272,9 +271,8 @@ class Bucket:
             self.wait()
             self.needs_gather = False
             self._wire_dtype = wire_dtype or self.dtype
-            rounds = (
-                self._wire_dtype != self.dtype or self.master is not None
-            )  # Or rounds no longer: all of them change.
+            # Or rounds no longer: all of them change.
+            rounds = self._wire_dtype != self.dtype or self.master is not None
             updates_all = updates_all or rounds
             stepped = [param for param, piece in zip(self.params, self.pieces, strict=True) if piece.grad is not None]
             if self._wire_dtype == self.dtype:
@@ -287,9 +285,8 @@ class Bucket:
             with record_function(f"scale_oss::all_gather ({self.title})") if profiler_runs() else NO_RANGE:
                 self._gather.append(all_gather(target, sent, self.group, sizes=self._sizes, tag=tag))
             self.is_gathering = True
-            increment_version(
-                self.params if updates_all else stepped
-            )  # The values that autograd has saved are no longer those of the forward.
+            # Autograd has saved values of the forward, which are overwritten.
+            increment_version(self.params if updates_all else stepped)
             if self.can_be_awaited:
                 self._switch_awaited()
             if self.group.size == 1:
@@ -357,14 +354,14 @@ def part_of_gradient(grad: Tensor, piece: Tensor, span: ShardSpan) -> Tensor:
 def _with_own_storage(view: Tensor) -> Tensor:
     """The same memory under a storage of its own; savers take tensors that share a storage for tied."""
     storage = view.untyped_storage()
-    if storage.device.type == "meta":  # As that of fake tensors: there is no memory that it could be a part of.
+    if storage.device.type == "meta":  # For example of fake tensors: there is no memory that it could be a part of.
         return view
     start = view.storage_offset() * view.itemsize
     return view.new_empty(0).set_(storage[start : start + view.nbytes], 0, view.shape, view.stride())
 
 
 def _address(tensor: Tensor) -> int:
-    """The address of a tensor; of a fake tensor, its storage's."""
+    """The address of a tensor; of a fake tensor, the address of its storage."""
     storage = tensor.untyped_storage()
     return storage._cdata if storage.device.type == "meta" else tensor.data_ptr()
 

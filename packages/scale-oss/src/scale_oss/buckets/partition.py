@@ -70,7 +70,7 @@ def assign_whole(
     *,
     alignment: int = 1,
 ) -> BucketPartition:
-    """Gives each parameter in full to its owner; one owner's stand together.
+    """Gives each parameter in full to its owner; the parameters of one owner stand together.
 
     Each begins at a multiple of `alignment` elements, in the buffer as in a rank's shard.
 

@@ -97,7 +97,7 @@ def sharding_group(shard: Shard, within: Group | None) -> Group:
     if within is not None and not set(groups[0].ranks) <= set(within.ranks):
         raise ValueError(
             f"OSS: '{shard.name}' is divided between ranks {list(groups[0].ranks)}, but its group is of ranks "
-            f"{list(within.ranks)}. Leave group out, or pass the model's"
+            f"{list(within.ranks)}. Leave group out, or pass the group of the model"
         )
     return groups[0]
 

@@ -1,4 +1,4 @@
-"""Attributes of sharded tensors: sizes are the full tensor's; gradients and data are sharded as well."""
+"""Attributes of sharded tensors: sizes are the sizes of the full tensor; gradients and data are sharded as well."""
 
 from __future__ import annotations
 

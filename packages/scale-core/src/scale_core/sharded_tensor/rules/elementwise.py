@@ -30,7 +30,7 @@ from scale_core.tree import tensors_in
 
 
 def on_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function that is elementwise in its result; others raise."""
+    """A function that is elementwise in its result; for other functions it raises."""
     tensors = list(tensors_in((args, kwargs)))
     if not any(map(is_sharded, tensors)):
         refuse_call(func, args, kwargs)
@@ -198,7 +198,7 @@ def _gradients(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _new_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor of values that are given; a sharded tensor's raise."""
+    """A plain tensor of values that are given; values of a sharded tensor raise."""
     if any(map(is_sharded, tensors_in((args[1:], kwargs)))):
         refuse_call(func, args[1:], kwargs)
     return func(*args, **kwargs)

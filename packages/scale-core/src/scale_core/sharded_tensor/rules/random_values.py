@@ -21,7 +21,7 @@ from scale_core.tree import tensors_in
 
 
 def fill_in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Random values in place, and initializers: the full tensor's values, and this rank takes its part."""
+    """Random values in place, and initializers: values of the full tensor are drawn, and this rank takes its part."""
     arguments = dict(kwargs)
     tensor = args[0] if args else arguments.pop("tensor", arguments.pop("input", None))
     others = list(tensors_in((args[1:], arguments)))
