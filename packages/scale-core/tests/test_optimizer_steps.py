@@ -1,4 +1,4 @@
-"""optimizer_steps.py: steps are told apart by what decides them, and by nothing else."""
+"""contract_errors.py: steps of optimizers are told apart by what decides them, and by nothing else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from scale_core.consistency.contract_errors import describe_difference
 from scale_core.consistency.execution_order import OptimizerSteps, are_different, have_diverged
-from scale_core.consistency.optimizer_steps import describe_difference
 
 WEIGHT, BIAS = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
 NAMED = [("weight", WEIGHT), ("bias", BIAS), ("empty", nn.Parameter(torch.ones(0)))]

@@ -1,4 +1,4 @@
-"""The errors of a `Contract`: ranks that do different things, and transfers that have failed.
+"""The errors of a `Contract`: ranks or their optimizers that do different things, and transfers that have failed.
 
 Each names the first difference, by rank, and the change of the program that mends it.
 """
@@ -6,13 +6,13 @@ Each names the first difference, by rank, and the change of the program that men
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
-from scale_core.consistency.execution_order import Event, OptimizerSteps, have_diverged
+from scale_core.consistency.execution_order import Event, OptimizerSteps, StepsByName, have_diverged
 from scale_core.consistency.flight_recorder import (
     FlightRecorder,
     RankRecord,
@@ -20,7 +20,6 @@ from scale_core.consistency.flight_recorder import (
     by_rank,
     format_desync,
 )
-from scale_core.consistency.optimizer_steps import describe_difference
 from scale_core.errors import ContractError, ScaleDistributedError, TransferError, recovery_hint
 
 SAME_MODEL = (
@@ -44,6 +43,12 @@ _SAME_CALLS = (
 _ON_ONE_RANK = (
     "For an evaluation that only one rank needs, call the model on all ranks and use the result on that rank; under "
     "ShardedDataParallel that rank can call model.module(batch)"
+)
+
+_SAME_STEPS = (
+    "Each rank has updated its part of the model in its own way, and no single process would train this model. Let an "
+    "optimizer's step depend on values that are equal on all ranks: for example, average the validation loss over the "
+    "ranks before scheduler.step(loss). Then go back to the last checkpoint"
 )
 
 
@@ -93,6 +98,30 @@ def unequal_steps(
         return None
     where = f"step {step}: " if step else ""
     return ContractError(f"{where}{difference}", step=step, rank=group.rank)
+
+
+def describe_difference(steps_of_ranks: Sequence[StepsByName]) -> str:
+    """Says for the first parameter on which ranks have stepped differently the steps of each; "" if there is none.
+
+    Ranks may have elements of different parameters, and optimizers of those alone.
+    """
+    for name in dict.fromkeys(name for steps in steps_of_ranks for name in steps):
+        holders = [steps[name] for steps in steps_of_ranks if name in steps]
+        if all(steps == holders[0] for steps in holders):
+            continue
+        options = [dict(texts) for steps in holders for _, texts in steps]
+        same = {key for key in options[0] if all(each.get(key) == options[0][key] for each in options)}
+        texts = [_described(steps[name], same) if name in steps else "no element" for steps in steps_of_ranks]
+        return f"the ranks have stepped differently on {name} since they last compared: {by_rank(texts)}. {_SAME_STEPS}"
+    return ""
+
+
+def _described(steps: Sequence[tuple[str, Mapping[str, str]]], same: set[str]) -> str:
+    texts = []
+    for kind, options in steps:
+        differing = ", ".join(f"{name}={value}" for name, value in options.items() if name not in same)
+        texts.append(f"{kind} with {differing}" if differing else kind)
+    return f"{len(texts)} steps, {', '.join(texts)}" if len(texts) > 1 else (texts or ["no step"])[0]
 
 
 def broken_group(first_error: str, step: int, rank: int) -> ScaleDistributedError:

@@ -22,9 +22,9 @@ from scale_core import ContractError, ScaleDistributedError, uneven_inputs
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.fork import forked_error
 from scale_core.consistency.contract import Contract
+from scale_core.consistency.contract_errors import describe_difference
 from scale_core.consistency.execution_order import have_diverged
 from scale_core.consistency.flight_recorder import FlightRecorder
-from scale_core.consistency.optimizer_steps import describe_difference
 from scale_core.errors import TransferError, recovery_hint
 from scale_core.shard import as_local
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
