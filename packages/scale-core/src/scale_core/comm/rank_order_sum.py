@@ -1,4 +1,4 @@
-"""A sum that has the same bits on all ranks: the summands are added in rank order."""
+"""A deterministic all-reduce: the summands are added in rank order, and all ranks get the same bits."""
 
 from __future__ import annotations
 

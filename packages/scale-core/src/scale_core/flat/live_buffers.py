@@ -1,4 +1,4 @@
-"""The flat buffers of this process, all of them together."""
+"""The flat buffers of this process, for simulated runs, which count their memory, and for writes to their shards."""
 
 from __future__ import annotations
 

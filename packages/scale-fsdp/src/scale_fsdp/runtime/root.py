@@ -96,9 +96,9 @@ class Root(UnitContext):
         if self.contract.history.cycle and not self.contract.is_single_rank:
             end_skipped_backward(self)
         if self._replica_checks is not None and torch.is_grad_enabled():
-            if self._num_training_passes == self._replica_checks.next_pass:
-                self._replica_checks.compare(self._num_training_passes)
-            self._num_training_passes += 1
+            number, self._num_training_passes = self._num_training_passes, self._num_training_passes + 1
+            if number == self._replica_checks.next_pass:
+                self._replica_checks.compare(number)
         self.entry_unit = unit
         idle = self._idle_units()
         # Another method runs other units as a rule, or the same in another order: its passes are of another kind.
