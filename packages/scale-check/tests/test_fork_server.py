@@ -67,18 +67,28 @@ OF_LIBRARIES = {
         "import some_library",
         6,
     ),
+    "asks a device": (
+        # As torch says of CUDA after `torch.cuda.is_available()`.
+        "import torch; process = os.getpid(); torch.cuda._is_in_bad_fork = lambda: os.getpid() != process",
+        "import some_library",
+        6,
+    ),
     "may be missing": ("", "try:\n    import some_library\nexcept ImportError:\n    pass", 4),
     "takes dropout": ("from torch.nn.functional import dropout", "from some_library import dropout", 2),
 }
+
+
+def install_library(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("libraries").mkdir()
+    Path("libraries", "some_library.py").write_text(content)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["libraries", os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
 @pytest.mark.parametrize("kind", OF_LIBRARIES)
 def test_a_library_is_imported_once_where_forks_may_share_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     content, statement, num_imports = OF_LIBRARIES[kind]
-    Path("libraries").mkdir()
-    Path("libraries", "some_library.py").write_text(f"{LIBRARY}{content}")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["libraries", os.environ.get("PYTHONPATH", "")]))
+    install_library(f"{LIBRARY}{content}", monkeypatch)
     script = (
         SCRIPT.replace("model = torch.nn.Linear", f"{DROPPED}model = Dropped") if kind == "takes dropout" else SCRIPT
     )
@@ -93,6 +103,36 @@ def test_a_module_beside_the_script_is_imported_in_each_run() -> None:
     Path("script.py").write_text(f"import own_module\n{SCRIPT}")
     assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
     assert len(Path("imports").read_text().split()) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+def test_a_library_finds_modules_beside_the_script_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = Path("scripts")  # Not the folder of the process, where any program finds modules.
+    scripts.mkdir()
+    (scripts / "own_module.py").write_text(LIBRARY)
+    install_library("try:\n    import own_module\nexcept ImportError:\n    own_module = None", monkeypatch)
+    script = scripts / "script.py"
+    script.write_text(f"import some_library\nassert some_library.own_module is not None\n{SCRIPT}")
+    assert main(["run", "--steps", "1", str(script)]) in (0, 1)
+    assert len(Path("imports").read_text().split()) == 6
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+def test_numbers_that_a_library_draws_are_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_library("import random, numpy\nnumbers = random.random(), float(numpy.random.rand())", monkeypatch)
+    write = "with open('numbers', 'a') as file:\n    print(*some_library.numbers, file=file)\n"
+    Path("script.py").write_text(f"import some_library\n{write}{SCRIPT}")
+    assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
+    numbers = Path("numbers").read_text().splitlines()
+    assert len(numbers) == 4 and len(set(numbers)) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+def test_a_run_does_not_see_variables_of_imports_that_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    install_library("import os\nos.environ.setdefault('DEVICE', os.environ.get('LOCAL_RANK', ''))", monkeypatch)
+    check = "assert os.environ['DEVICE'] == os.environ['LOCAL_RANK']\n"
+    Path("script.py").write_text(f"import os, some_library\n{check}{SCRIPT}")
+    assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
 
 
 def test_a_run_that_a_signal_ends_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:

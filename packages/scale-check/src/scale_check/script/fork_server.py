@@ -122,8 +122,10 @@ def serve(script: Sequence[str]) -> None:
     """
     if _FORKS:
         importlib.import_module(_PRELOADED)
+        environment, folder = dict(os.environ), os.getcwd()
         if script and not import_for_script(script):
-            os.execv(sys.executable, _COMMAND)  # Drops what was imported; the process and its pipe stay.
+            os.chdir(folder)
+            os.execve(sys.executable, _COMMAND, environment)  # Drops what was imported; the process and its pipe stay.
     for line in sys.stdin:
         run: _Run = pickle.loads(Path(line.rstrip("\n")).read_bytes())
         if not _FORKS:

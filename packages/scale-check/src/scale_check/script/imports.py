@@ -1,8 +1,8 @@
 """The imports with which a script begins, made once for all runs of a rank.
 
-They run before any other line of the script, so a process that is forked after them computes the same. Modules of the
-script's own folder are not among them. If an import fails, starts a thread (which no fork keeps), or reads the rank
-(which differs in the next run), each run makes all imports itself.
+They run before any other line of the script, so a process that is forked after them computes the same. If an import is
+of a module of the script's own folder, fails, starts a thread (which no fork keeps), asks for a device (which no fork
+may use then) or reads the rank (which differs in the next run), each run makes all imports itself.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from scale_check.script.rank import exact_norms, without_dropout
+import torch
+
+from scale_check.script.rank import SEED, exact_norms, seed_everything, without_dropout
 
 LAUNCHER_VARIABLES = frozenset(
-    {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    {
+        *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
+    }
 )
-"""The variables that a launcher sets, and that differ between runs."""
+"""The variables that a launcher sets, and that this process does not have."""
 
 _ALLOCATOR_THREAD = "jemalloc_bg_thd"  # Of pyarrow, so pandas and datasets have it; jemalloc itself handles forks.
 
@@ -33,21 +38,26 @@ def import_for_script(arguments: Sequence[str]) -> bool:
         arguments: The script and its arguments, as its `sys.argv`.
     """
     script = Path(arguments[0])
+    folder = script.absolute().parent
     try:
-        statements = list(first_imports(script.read_text(encoding="utf-8"), script.absolute().parent))
+        statements = list(first_imports(script.read_text(encoding="utf-8"), folder))
     except (OSError, ValueError, SyntaxError):  # The run says so.
         return True
     own_arguments, sys.argv = sys.argv, list(arguments)
-    num_threads = _num_threads()
+    sys.path.insert(0, str(folder))  # As in the run: libraries may look for modules, too.
+    num_threads, modules = _num_threads(), set(sys.modules)
+    seed_everything(SEED)  # A library that draws numbers has the same ones on all ranks, and in all runs.
     try:
         # A module that is imported may keep a reference to these functions.
-        with _watched_variables() as reads, without_dropout(), exact_norms():
+        with _watched_variables() as used, without_dropout(), exact_norms():
             exec(compile(ast.Module(statements, type_ignores=[]), str(script), "exec"), {"__name__": "__main__"})
     except BaseException:
         return False
     finally:
         sys.argv = own_arguments
-    return not reads and _num_threads() == num_threads
+        sys.path.remove(str(folder))
+    own_modules = [name for name in sys.modules.keys() - modules if _is_in(folder, name)]
+    return not used and not own_modules and _num_threads() == num_threads and _forks_may_use_devices()
 
 
 def first_imports(source: str, folder: Path) -> Iterator[ast.stmt]:
@@ -65,27 +75,36 @@ def first_imports(source: str, folder: Path) -> Iterator[ast.stmt]:
             names = [statement.module]
         else:
             return
-        if any(PathFinder.find_spec(name.partition(".")[0], [str(folder)]) for name in names):
+        if any(_is_in(folder, name) for name in names):
             return
         yield statement
 
 
+def _is_in(folder: Path, module: str) -> bool:
+    return PathFinder.find_spec(module.partition(".")[0], [str(folder)]) is not None
+
+
 @contextmanager
 def _watched_variables() -> Iterator[set[str]]:
-    """The variables of the launcher that are read meanwhile."""
-    reads: set[str] = set()
+    """The variables of the launcher that are read or set meanwhile."""
+    used: set[str] = set()
     environ_class = type(os.environ)
 
     class Watched(environ_class):  # type: ignore[misc, valid-type]
         def __getitem__(self, name: str) -> str:
             if name in LAUNCHER_VARIABLES:
-                reads.add(name)
+                used.add(name)
             value: str = super().__getitem__(name)
             return value
 
+        def __setitem__(self, name: str, value: str) -> None:
+            if name in LAUNCHER_VARIABLES:
+                used.add(name)
+            super().__setitem__(name, value)
+
     os.environ.__class__ = Watched
     try:
-        yield reads
+        yield used
     finally:
         os.environ.__class__ = environ_class
 
@@ -95,5 +114,19 @@ def _num_threads() -> int:
     tasks = Path("/proc/self/task")
     if not tasks.exists():
         return threading.active_count()
-    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
-    return len([name for name in names if name != _ALLOCATOR_THREAD])
+    num_threads = 0
+    for task in tasks.iterdir():
+        with suppress(OSError):  # It has just ended.
+            num_threads += (task / "comm").read_text().strip() != _ALLOCATOR_THREAD
+    return num_threads
+
+
+def _forks_may_use_devices() -> bool:
+    """False once anything has asked torch for a device, as `torch.cuda.is_available()` does: only a fork is told so."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    code = 1
+    try:
+        code = int(torch.cuda._is_in_bad_fork() or torch.xpu._is_in_bad_fork())
+    finally:
+        os._exit(code)
