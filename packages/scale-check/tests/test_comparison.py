@@ -65,3 +65,19 @@ def test_of_the_gradients_of_a_step_the_most_wrong_is_named() -> None:
     assert report.first is not None and (report.first.phase, report.first.name) == ("gradient of", "second")
     assert report.equal_before == "step 1: gradient of right" and report.also == 3
     assert [difference.name for difference in report.differences] == ["first", "second", "third", "first"]
+
+
+def test_local_norms_before_an_average_are_no_difference() -> None:
+    names = ("first", "second")
+    before, after = ([Key(1, phase, name) for name in names] for phase in (Phase.UNCLIPPED, Phase.GRADIENT))
+    plain = Recording(dict.fromkeys([*before, *after], torch.ones(2, dtype=torch.float64)))
+    noise = dict.fromkeys(plain.tensors, 1e-12)
+    locals_ = dict.fromkeys(before, torch.full((2,), 3.0, dtype=torch.float64))
+    right = Recording({**plain.tensors, **locals_})
+    report = compare(plain, [right], noise)
+    assert report.verdict is ParityVerdict.EQUAL and report.num_compared == 2
+    report = compare(plain, [Recording({**right.tensors, after[1]: plain.tensors[after[1]] + 1})], noise)
+    assert report.first is not None and (report.first.phase, report.first.name) == ("gradient of", "second")
+    of_all = Recording({**right.tensors, **dict.fromkeys(after, plain.tensors[after[0]] + 1)})
+    report = compare(plain, [of_all], noise)
+    assert report.first is not None and report.first.phase == "gradient before clipping of"

@@ -137,6 +137,8 @@ def test_two_models_of_one_program_have_their_names() -> None:
 def test_samples_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expected samples that 3 ranks divide evenly, got .*\(8, 6\)"):
         parity(mlp, ranks=3, batches=batches(6))
+    with pytest.raises(ValueError, match="num_ranks of at least 1, got 0"):
+        parity(mlp, ranks=0, batches=batches(6), data="all")
 
 
 def test_an_unsynchronized_batch_norm_is_the_only_difference() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scale_check.cli import main
+from scale_check.recording import Recorder
 from scale_check.script.rank import exact_norms
 
 DDP = """
@@ -221,6 +222,16 @@ for batch in loader:
 LARGE_FSDP2 = FSDP2.replace(
     "norm, nn.ReLU(), nn.Linear(16, 3)", "norm, nn.ReLU(), nn.Linear(16, 3), nn.Linear(3, 2**19), nn.Linear(2**19, 3)"
 )
+# Norms of each rank's own gradients, which are averaged after that.
+LOCAL_NORMS = DDP.replace("DistributedDataParallel(net)", "net").replace(
+    "        optimizer.step()",
+    """
+        norms = [param.grad.norm() for param in net.parameters()]
+        for param in net.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        optimizer.step()""",
+)
 LEARNING_RATE_OF_THE_RANKS = DDP.replace("lr=1e-2", "lr=1e-2 * dist.get_world_size()")
 
 
@@ -234,6 +245,7 @@ SCRIPTS = {
     "divided_loader": DIVIDED_WITH_LOADER,
     "lengths": OF_MANY_LENGTHS,
     "large_fsdp2": LARGE_FSDP2,
+    "local_norms": LOCAL_NORMS,
     "learning_rate": LEARNING_RATE_OF_THE_RANKS,
 }
 
@@ -316,6 +328,14 @@ def test_a_large_tensor_is_kept_only_as_the_first_that_differs(bug: str, capsys:
         "step 1: gradient of 3.weight differs on rank 1: at [2, 7] one process has " if bug else "tensors are equal"
     )
     assert expected in output and "a sum of" not in output
+
+
+def test_a_compiled_norm_of_gradients_needs_no_break_of_its_graph() -> None:
+    model, recorder = torch.nn.Linear(2, 1, bias=False), Recorder()
+    with recorder.hooks(), exact_norms(recorder.add_before_clipping):
+        norm = torch.compile(lambda x: torch.linalg.vector_norm(x), backend="eager", fullgraph=True)
+        model(torch.tensor([3.0, 4.0])).backward()
+        assert norm(model.weight.grad) == 5.0
 
 
 def test_norms_of_large_tensors_are_exact_to_the_last_place() -> None:

@@ -162,6 +162,7 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         if key not in plain.tensors:
             holders = tuple(rank for rank, recording in enumerate(ranks) if key in recording.tensors)
             comparisons.append(_incomparable(key, holders, "one process has none"))
+    comparisons = _without_local_norms(comparisons)
     differing = [number for number, comparison in enumerate(comparisons) if comparison.ratio > BUG_RATIO]
     largest = max((comparison.ratio for comparison in comparisons), default=0.0)
     if not differing:
@@ -181,6 +182,19 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         len(differing) - 1,
         differences=tuple(difference for difference in differences if difference is not None),
     )
+
+
+def _without_local_norms(comparisons: Sequence[_Compared]) -> list[_Compared]:
+    """Leaves out the gradients before clipping of steps in which they were not clipped next.
+
+    A program may take norms of each rank's own gradients, and average them after that. A wrong gradient is also wrong
+    once it is clipped, so a step that has one which is right then is such a step.
+    """
+    wrong = {comparison.key for comparison in comparisons if comparison.ratio > BUG_RATIO}
+    of_ranks = {
+        key.step for key in wrong if key.phase is Phase.UNCLIPPED and key._replace(phase=Phase.GRADIENT) not in wrong
+    }
+    return [each for each in comparisons if each.key.phase is not Phase.UNCLIPPED or each.key.step not in of_ranks]
 
 
 def _most_wrong(comparisons: Sequence[_Compared], differing: Sequence[int]) -> int:

@@ -99,7 +99,7 @@ class ParityProgram:
 
     def run_wrapped(self, num_ranks: int, limit_seconds: float) -> Sequence[Recording]:
         """Trains the wrapped model on ranks that it starts, or in this process if one is enough."""
-        if num_ranks > 1:
+        if num_ranks != 1:
             return run_ranks(self.run_on_rank, num_ranks, limit_seconds=limit_seconds)
         with torch.random.fork_rng(devices=[]):
             return [self.run(self.wrap, 0, 1)]

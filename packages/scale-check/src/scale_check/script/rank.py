@@ -139,14 +139,16 @@ def exact_norms(before: Callable[[Sequence[Tensor]], object] = lambda tensors: N
     foreach_norm: Callable[..., Sequence[Tensor]] = torch._foreach_norm
 
     def exact_vector_norm(x: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        before([x])
+        if not torch.compiler.is_compiling():
+            before([x])
         if x.dtype is not torch.float32 or dtype is not None or "out" in kwargs:
             return vector_norm(x, *args, dtype=dtype, **kwargs)
         norm: Tensor = vector_norm(x, *args, dtype=torch.float64, **kwargs)
         return norm.to(x.dtype)
 
     def exact_foreach_norm(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        before(tensors)
+        if not torch.compiler.is_compiling():
+            before(tensors)
         if any(tensor.dtype is not torch.float32 for tensor in tensors) or len(args) > 1 or "dtype" in kwargs:
             return foreach_norm(tensors, *args, **kwargs)
         return [norm.to(torch.float32) for norm in foreach_norm(tensors, *args, **kwargs, dtype=torch.float64)]
