@@ -134,6 +134,20 @@ def test_what_comes_once_in_a_step_is_counted_once() -> None:
     assert seconds[0].after >= reduced * 0.5
 
 
+@pytest.mark.simulation
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+def test_a_stage_with_frozen_parameters_is_timed() -> None:
+    planned, strategy = planned_model(TINY), Strategy("pipe", 4, 2, 4)
+
+    def build(*dims: Any) -> Any:
+        built = planned.build(*dims)
+        next(built.model.parameters()).requires_grad_(False)
+        return built
+
+    frozen = dataclasses.replace(planned, build=build, build_over=None)
+    assert time_stage(frozen, strategy, TINY, 0).backward > 0
+
+
 ON_TWO = PlanOptions("tiny", 3, 64, 4, ranks=(2,), batch=8, sequence=32, precision="fp32", jobs=1)
 MEASURED: tuple[tuple[Any, Any], ...] = (
     ("fsdp", "none"),

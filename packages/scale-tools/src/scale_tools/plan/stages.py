@@ -177,7 +177,11 @@ def step_of_stage(
 
 
 class PlannedStageTimes(NamedTuple):
-    """Seconds of a rank: of a micro-batch, of what it sends for one, and from the last backward to the next step."""
+    """Seconds of a rank: of a micro-batch, of what it sends for one, and `after` of all that comes once in a step.
+
+    That is the time from the last backward to the next step, and by how much the first and the last micro-batch differ
+    from the others; it may be negative, as the first gradients are not added to others.
+    """
 
     forward: float
     backward: float
@@ -233,7 +237,7 @@ def time_stage(planned: PlannedModel, strategy: Strategy, options: PlanOptions, 
 
             def average() -> None:
                 if reduced:
-                    torch.cat([param.grad.view(-1) for param in built.stage.parameters()])
+                    torch.cat([param.grad.view(-1) for param in built.stage.parameters() if param.grad is not None])
                     clocks.wait(clocks.send(reduced))
 
             def after(action: Action) -> None:
