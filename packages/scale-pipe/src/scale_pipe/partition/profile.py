@@ -193,6 +193,7 @@ def _run(module: nn.Module, inputs: _Inputs, device: torch.device) -> tuple[Stag
     times.append(_now(device))
     if backward.run_inputs(ones) is None:
         torch.autograd.backward(edges, ones)
+    del edges  # They would keep what the second pass does not need.
     times.append(_now(device))
     backward.run_weights()
     times.append(_now(device))
