@@ -330,12 +330,18 @@ def test_a_large_tensor_is_kept_only_as_the_first_that_differs(bug: str, capsys:
     assert expected in output and "a sum of" not in output
 
 
-def test_a_compiled_norm_of_gradients_needs_no_break_of_its_graph() -> None:
-    model, recorder = torch.nn.Linear(2, 1, bias=False), Recorder()
+def test_a_compiled_norm_needs_no_break_of_its_graph_in_any_step() -> None:
+    model, recorder = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with recorder.hooks(), exact_norms(recorder.add_before_clipping):
         norm = torch.compile(lambda x: torch.linalg.vector_norm(x), backend="eager", fullgraph=True)
-        model(torch.tensor([3.0, 4.0])).backward()
-        assert norm(model.weight.grad) == 5.0
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+            assert norm(torch.tensor([3.0, 4.0])) == 5.0
+            for param in model.parameters():
+                norm(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_norms_of_large_tensors_are_exact_to_the_last_place() -> None:
