@@ -19,7 +19,7 @@ from with_options import with_options
 
 from scale_adascale import AdaScale, AdaScaleOptions
 from scale_core import ShardedGradScaler
-from scale_core.hooks.microbatch_grads import microbatch_steps_wanted
+from scale_core.hooks.gradients import gradient_hooks
 from scale_fsdp import fully_shard
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe, StageError
@@ -230,7 +230,7 @@ def test_the_gain_of_a_pipeline_is_that_of_one_process(num_ranks: int, case: Cas
             optimizer.step()
         gains.append(gains_of(optimizer))
     optimizer.unhook()
-    assert not microbatch_steps_wanted()
+    assert not gradient_hooks.microbatch_steps
     assert_same_gains(expected_gains(case, num_ranks // 2), gains, GAIN)
 
 

@@ -20,8 +20,8 @@ from scale_adascale.measurement.local_grad_norms import (
 )
 from scale_adascale.squared_norms import NormAccumulator, inner_product, part_of, sum_of_squares
 from scale_core.comm.group import Group
-from scale_core.hooks.gradients import has_local_grad_hooks
-from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature, microbatch_steps_wanted, register_pipeline
+from scale_core.hooks.gradients import gradient_hooks, has_local_grad_hooks
+from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature, register_pipeline
 
 
 def test_nobody_is_told_of_gradients_once_an_adascale_is_gone() -> None:
@@ -345,13 +345,13 @@ def test_nothing_is_heard_by_whoever_has_stopped_or_is_gone(how: str) -> None:
     ears, params = Ears(), two()
     ears.register_hooks(params)
     heard = ears.heard
-    assert has_local_grad_hooks() and microbatch_steps_wanted()
+    assert has_local_grad_hooks() and gradient_hooks.microbatch_steps
     if how == "stopped":
         ears.remove_hooks()
     else:
         del ears
     gc.collect()
-    assert not has_local_grad_hooks() and not microbatch_steps_wanted()
+    assert not has_local_grad_hooks() and not gradient_hooks.microbatch_steps
     (params[0] * params[1]).backward()
     assert heard == []
 

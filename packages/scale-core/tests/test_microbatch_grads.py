@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
+from scale_core.hooks.gradients import gradient_hooks
 from scale_core.hooks.microbatch_grads import (
     MicrobatchStep,
     StepObserver,
     StepSignature,
-    microbatch_steps_wanted,
     on_microbatch_steps,
     pipeline_ranks,
     register_pipeline,
@@ -47,9 +47,9 @@ class Heard:
 def test_a_step_tells_all_who_listen_to_it_until_it_ends() -> None:
     heard: list[str] = []
     first, second = Heard("first", heard), Heard("second", heard)
-    assert not microbatch_steps_wanted()
+    assert not gradient_hooks.microbatch_steps
     handles = [on_microbatch_steps(callback) for callback in (first.begins, lambda step: None, second.begins)]
-    assert microbatch_steps_wanted()
+    assert gradient_hooks.microbatch_steps
     param = nn.Parameter(torch.ones(2))
     step = MicrobatchStep([param], [param])
     assert not step.has_observers
@@ -70,7 +70,7 @@ def test_a_step_tells_all_who_listen_to_it_until_it_ends() -> None:
     other = MicrobatchStep([param])
     other.begin()
     other.end([1.0])
-    assert heard == [] and not other.has_observers and not microbatch_steps_wanted()
+    assert heard == [] and not other.has_observers and not gradient_hooks.microbatch_steps
 
 
 def test_an_observer_that_refuses_fails_the_step_for_others() -> None:

@@ -138,11 +138,6 @@ def on_microbatch_steps(callback: MicrobatchStepCallback) -> RemovableHandle:
     return gradient_hooks.microbatch_steps.register(callback)
 
 
-def microbatch_steps_wanted() -> bool:
-    """Whether there are observers of such steps."""
-    return bool(gradient_hooks.microbatch_steps)
-
-
 def register_pipeline(module: nn.Module, group: Group, with_parameters: Group | None = None) -> None:
     """Records that all steps of this module's parameters will be announced."""
     ranks = PipelineRanks(group, group if with_parameters is None else with_parameters)
