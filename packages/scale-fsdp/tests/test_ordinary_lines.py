@@ -212,7 +212,7 @@ def test_parameters_become_a_vector_and_back(flat: bool) -> None:
     pair.check()
 
 
-@line("`param.data = values`", "right: the values are copied, and the memory stays the unit's", "")
+@line("`param.data = values`", "right: the values are copied into the memory of the unit", "")
 @BOTH_FORMS
 @pytest.mark.ranks(2, in_turn=True)
 def test_values_are_assigned_to_data(flat: bool) -> None:
