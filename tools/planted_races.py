@@ -177,7 +177,7 @@ FAULTS = [
         of_fsdp("host and int8"),
         "for speed: the copy runs beside the computation",
     ),
-    Fault("scale-core/flat/transport.py", "                copied.synchronize()", "                pass", ON_HOST),
+    Fault("scale-core/flat/gradient.py", "                copied.synchronize()", "                pass", ON_HOST),
     Fault(HOST_STAGED, "            self._sent.synchronize()", "            pass", ON_HOST),
     Fault("scale-snapshot/staging.py", "        current_stream(device).synchronize()", "        pass", CORE),
     Fault(

@@ -1,4 +1,4 @@
-"""reduction.py: from flat gradients to this rank's shard of their average, kept aside until it is asked for."""
+"""gradient.py: from flat gradients to this rank's shard of their average, kept aside until it is asked for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 from scale_core.comm.group import Group, group_of
 from scale_core.device.streams import Stream
 from scale_core.flat.config import ShardGroups
-from scale_core.flat.transport import PlainTransport, Reduction
+from scale_core.flat.gradient import PlainReduceScatter, Reduction
 from scale_core.testing import run_ranks
 
 CPU = torch.device("cpu")
 
 
 def make(group: Group, replicas: Group | None = None, dtype: torch.dtype = torch.float32) -> Reduction:
-    return Reduction(PlainTransport(ShardGroups(group, replicas or Group())), dtype, CPU, Stream())
+    return Reduction(PlainReduceScatter(ShardGroups(group, replicas or Group())), dtype, CPU, Stream())
 
 
 def flat(rank: int, size: int) -> Tensor:
@@ -76,7 +76,7 @@ def test_results_are_rounded_to_the_dtype_of_the_shard_once() -> None:
 
 
 def test_results_are_brought_to_where_they_wait() -> None:
-    reduction = Reduction(PlainTransport(ShardGroups()), torch.float32, torch.device("meta"), Stream())
+    reduction = Reduction(PlainReduceScatter(ShardGroups()), torch.float32, torch.device("meta"), Stream())
     reduction.start(torch.ones(3))
     (reduced,) = reduction.results()
     assert reduced.device.type == "meta"

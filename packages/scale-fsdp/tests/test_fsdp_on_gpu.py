@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import scale_fsdp.offload.backward
-from scale_core.flat import transport
+from scale_core.flat import storage
 from scale_core.hooks.gradients import register_reduced_grad_hook
 from scale_fsdp import (
     CPUOffloadPolicy,
@@ -59,7 +59,7 @@ def data(step: int = 0, size: int = 8, width: int = _WIDTH) -> Tensor:
 def delay(what: str) -> None:
     """Has the copies of one kind wait half a second."""
     device = torch.device("cuda", torch.cuda.current_device())
-    with transport.copy_stream(device, what).run(after_caller=False):
+    with storage.copy_stream(device, what).run(after_caller=False):
         torch.cuda._sleep(_HALF_A_SECOND)
 
 
@@ -128,7 +128,7 @@ def test_gradients_go_to_the_host_beside_the_computation() -> None:
 
     def look(_: Tensor) -> None:
         torch.cuda.current_stream().synchronize()
-        copies: Any = transport.copy_stream(device, "gradients").record()
+        copies: Any = storage.copy_stream(device, "gradients").record()
         done.append((torch.cuda.current_stream().query(), copies.query()))
 
     for step in range(2):  # The first takes memory, for which the device is waited for.

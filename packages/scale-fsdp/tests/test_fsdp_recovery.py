@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import scale_core.flat.buffer
-import scale_core.flat.transport
+import scale_core.flat.gradient
 import scale_fsdp.runtime.recovery
 from scale_check.exact import assert_equal
 from scale_core import StepError
@@ -256,7 +256,7 @@ class Scarce:
 
     def __init__(self, what: str) -> None:
         self.what, self.lasts = what, what in ("quantize", "dequantize")
-        modules: list[ModuleType] = [scale_core.flat.buffer, scale_core.flat.transport, quantized, hierarchical]
+        modules: list[ModuleType] = [scale_core.flat.buffer, scale_core.flat.gradient, quantized, hierarchical]
         if self.lasts:
             modules.append(quantized_collectives)
         self.places = [module for module in modules if hasattr(module, what)]

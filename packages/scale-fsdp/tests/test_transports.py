@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_core.device.streams import Stream
-from scale_core.flat.buffer import FlatBuffer, State
+from scale_core.flat.buffer import FlatBuffer, PlainTransport, State
 from scale_core.flat.config import DevicePolicy
 from scale_core.flat.host_staged import HostStagedTransport
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.transport import PlainTransport
 from scale_core.shard import on_local_tensors
 from scale_fsdp import CommunicationPolicy, ShardOptions, fully_shard
 from scale_fsdp.runtime.unit import units_in

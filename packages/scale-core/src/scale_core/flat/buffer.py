@@ -6,8 +6,8 @@ writes the very memory that the module uses: nothing is split, concatenated or c
 differ only in when they call gather, release and reduce.
 
 Reduced gradients are published to `.grad` only when the pass has succeeded on every rank: an optimizer must not see
-half of a pass, and a failed pass must leave no trace in a sum. `storage` makes and moves the memory, `gradient` has a
-rank's own gradients before they are reduced, `transport` the collectives.
+half of a pass, and a failed pass must leave no trace in a sum. `storage` makes and moves the memory, `gradient` has the
+gradients and their reduce-scatter, `transport` the interface of other messages than plain ones.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from scale_core import uneven_inputs
 from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather
+from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import OptimizerSteps
 from scale_core.device import buffer_pool
 from scale_core.device.streams import copy_over
-from scale_core.flat.gradient import view_of
+from scale_core.flat.gradient import PlainReduceScatter, view_of
+from scale_core.flat.host_staged import HostStagedTransport
 from scale_core.flat.storage import FlatStorage
-from scale_core.flat.transport import part_of
+from scale_core.flat.transport import ShardTransport
 from scale_core.hooks.gradients import call_local_grad_hooks, gradient_hooks
 from scale_core.optim.error_feedback import ErrorFeedback
 from scale_core.shard import as_local
@@ -36,6 +38,20 @@ class State(enum.Enum):
     SHARDED = "nothing else: the full buffer has no memory (but for a part of it, after `release(keep_part=True)`)"
     GATHERING = "the full buffer, W * S elements, being filled: it must not be read yet"
     GATHERED = "the full buffer, W * S elements, readable"
+
+
+class PlainTransport(PlainReduceScatter, ShardTransport):
+    """Sends parameters in the dtype of the computation, and gradients in their own."""
+
+    def all_gather(
+        self, all_gather_input: Tensor, all_gather_output: Tensor, *, tag: int = UNTAGGED, copies_input: bool = False
+    ) -> CollectiveWork:
+        if copies_input or all_gather_input.dtype != all_gather_output.dtype:
+            all_gather_input = self.new_all_gather_input(all_gather_input, all_gather_output).copy_(all_gather_input)
+        return all_gather(all_gather_output, all_gather_input, self.group, sizes=self._sizes, tag=tag)
+
+    def new_all_gather_input(self, shard: Tensor, all_gather_output: Tensor) -> Tensor:
+        return part_of(all_gather_output, self.group)
 
 
 class FlatBuffer(FlatStorage):
@@ -74,10 +90,19 @@ class FlatBuffer(FlatStorage):
 
     state: State
     part: Tensor | None
+    _plain_transport: ShardTransport  # Of full parameters in their own dtype
     recorded_steps: OptimizerSteps | None = None  # Of the model, whose ranks compare them
     gradient_divisor: float | None = None  # The divisor of the sum of gradients; None is the number of ranks
     _gathering: CollectiveWork | None
     _unpublished: list[tuple[nn.Parameter, Tensor]]  # Results of reductions since the last `commit`
+
+    def _init_transports(self) -> None:
+        plain: ShardTransport = PlainTransport(self.groups)
+        policy, copies = self.transport_policy, self._host_copies
+        transport = plain if policy is None else policy.transport(self.groups, self.spans)
+        self.transport = transport if copies is None else HostStagedTransport(transport, copies)
+        self._plain_transport = plain if copies is None else HostStagedTransport(plain, copies)
+        self.has_post_all_gather = self.transport.all_gather_dtype is not None
 
     def _init_transfers(self) -> None:
         self.state, self.part, self._gathering, self._unpublished = State.GATHERED, None, None, []
@@ -357,3 +382,9 @@ class FlatBuffer(FlatStorage):
         if buffer.numel() and not self.is_meta:
             self._plain_transport.all_gather(self.shard.data, buffer, tag=tag).wait(limit_seconds)
         return [view_of(buffer, entry) for entry in self.layout.entries]
+
+
+def part_of(full: Tensor, group: Group) -> Tensor:
+    """The part of this rank of `group` in a full buffer that is cut evenly."""
+    size = full.numel() // group.size
+    return full.narrow(0, group.rank * size, size)

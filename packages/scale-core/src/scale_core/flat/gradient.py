@@ -1,9 +1,9 @@
-"""A rank's own gradients of one flat buffer, from autograd until they are reduced.
+"""The gradients of one flat buffer, from autograd (`FlatGradient`) through their reduce-scatter (`Reduction`).
 
-They are in one flat tensor of W * S elements, as the collective wants them. It exists only while there are gradients,
-and each one is copied into it as soon as it is complete, while it is in the processor's cache. Where gradients of
-several passes are accumulated, the gradients of the current pass are kept apart from the sum of earlier passes until it
-has succeeded: a failed pass could not be subtracted again.
+A rank's own gradients are in one flat tensor of W * S elements, as the collective wants them. It exists only while
+there are gradients, and each one is copied into it when it is complete, while it is in the processor's cache. The
+gradients of the current pass are kept apart from the sum of earlier passes (`no_sync`) until it has succeeded: a failed
+pass could not be subtracted again.
 
 The gradient of one parameter in the current pass (`GradState`):
 
@@ -34,8 +34,12 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_reduce, reduce_scatter
 from scale_core.device import buffer_pool
+from scale_core.device.streams import Stream, StreamEvent, copy_to
+from scale_core.flat.config import ShardGroups
 from scale_core.flat.layout import LayoutEntry
+from scale_core.flat.transport import ReduceScatter, ReduceWork, TransportTraits
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 
 # From this size on, gradients wait outside of the flat one until the backward is over: they are far too large to be
@@ -326,3 +330,123 @@ def _add(target: Tensor, grad: Tensor, has: bool) -> None:
         target.add_(grad)
     else:
         target.copy_(grad)
+
+
+# The average over the ranks.
+
+
+class PlainReduceScatter(ReduceScatter):
+    """Sends gradients in their own dtype.
+
+    Args:
+        groups: The ranks; with replicas, gradients are averaged over these in a second half.
+        sizes: How many elements the shard of each rank has; None is S each.
+    """
+
+    def __init__(self, groups: ShardGroups, sizes: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.group, self.replicas, self._sizes = groups.shard, groups.replicas, sizes
+        self.traits = TransportTraits(reduces_in_halves=self.replicas.size > 1)
+
+    def reduce(
+        self, reduce_scatter_input: Tensor, dtype: torch.dtype, *, tag: int = UNTAGGED, divisor: float | None = None
+    ) -> ReduceWork:
+        full = reduce_scatter_input
+        work = reduce_scatter(full, self.group, dtype=dtype, divisor=divisor, sizes=self._sizes, tag=tag)
+        return ReduceWork(work, full, self.replicate(divisor) if self.replicas.size > 1 else None)
+
+    def replicate(self, divisor: float | None) -> Callable[[Tensor], CollectiveWork]:
+        """The second half: the average over the replicas, whose sum was divided already if there is a `divisor`."""
+        num_copies = self.replicas.size if divisor is None else 1
+        return lambda reduced: all_reduce(reduced, self.replicas).then(lambda total: total.div_(num_copies))
+
+
+class Reduction:
+    """Averages flat gradients of W * S elements over the ranks; keeps this rank's S elements of the results.
+
+    One reduction is under way at a time. Its second half, if the transport has one, runs on until the next one is
+    waited for: during the backward of the next unit.
+
+    Args:
+        transport: The collectives.
+        dtype: Of the results.
+        device: Where results are kept.
+        stream: Brings them there.
+    """
+
+    def __init__(self, transport: ReduceScatter, dtype: torch.dtype, device: torch.device, stream: Stream) -> None:
+        self.transport = transport
+        self._dtype, self._device, self._stream = dtype, device, stream
+        self.keeps_memory = True  # That of a large flat gradient is kept for the next one of its size.
+        self._first_half: ReduceWork | None = None
+        self._second_half: CollectiveWork | None = None
+        self._reduced: list[tuple[Tensor, StreamEvent | None]] = []  # [S] each; the copy that brings it to its device
+
+    def start(self, gradient: Tensor, tag: int = UNTAGGED, divisor: float | None = None) -> None:
+        """Starts to average a flat gradient [W * S] in its own dtype; the reduction owns it from now on."""
+        assert self._first_half is None, "a reduction is under way already"
+        self._first_half = self.transport.reduce(gradient, self._dtype, tag=tag, divisor=divisor)
+
+    def wait(self, limit_seconds: float | None = None) -> None:
+        """Waits for the first half of a reduction, if one was started, and frees its flat gradient."""
+        if self._first_half is None:
+            return
+        (work, flat, second_half), self._first_half = self._first_half, None
+        reduced = work.wait(limit_seconds)
+        if self.keeps_memory and flat.nbytes >= buffer_pool.SMALLEST_BYTES:
+            buffer_pool.free_unshared(flat)
+        if second_half is None:
+            self._keep(reduced)
+        else:
+            self._wait_second_half(limit_seconds)
+            self._second_half = second_half(reduced)
+        self._check_error()
+
+    def finish(self, limit_seconds: float | None = None) -> None:
+        """Waits for both halves."""
+        self.wait(limit_seconds)
+        self._wait_second_half(limit_seconds)
+        self._check_error()
+
+    def results(self, limit_seconds: float | None = None) -> list[Tensor]:
+        """Returns the gradients reduced since the last call, each [S], in the order of `start`."""
+        self.finish(limit_seconds)
+        reduced, self._reduced = self._reduced, []
+        for _, copied in reduced:
+            if copied is not None:
+                copied.synchronize()
+        return [gradient for gradient, _ in reduced]
+
+    def cancel(self) -> None:
+        """After an error: cancels every transfer and drops every result."""
+        if self._first_half is not None:
+            self._first_half.work.cancel()
+        if self._second_half is not None:
+            self._second_half.cancel()
+        self._first_half = self._second_half = None
+        self._reduced = []
+        self.transport.deferred.reset()
+        for feedback in self.transport.feedback:
+            feedback.rollback()
+
+    def commit(self) -> None:
+        """The pass has succeeded: the errors of its messages wait for the next one."""
+        for feedback in self.transport.feedback:
+            feedback.commit()
+
+    def _check_error(self) -> None:
+        if self.transport.deferred.error is not None:
+            self.transport.deferred.check()
+
+    def _wait_second_half(self, limit_seconds: float | None) -> None:
+        if self._second_half is not None:
+            work, self._second_half = self._second_half, None
+            self._keep(work.wait(limit_seconds))
+
+    def _keep(self, reduced: Tensor) -> None:
+        """Keeps a result, on the device of the results."""
+        if reduced.device == self._device:
+            self._reduced.append((reduced, None))
+        else:
+            copy = copy_to(reduced, self._device, self._stream)
+            self._reduced.append((copy, self._stream.record()))

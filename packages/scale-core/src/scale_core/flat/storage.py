@@ -6,6 +6,7 @@ The shard is one tensor. `parameters()` yields views of it under the parameters'
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 from dataclasses import replace
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 from scale_core import compat
 from scale_core.comm.group import Group
 from scale_core.device import buffer_pool
-from scale_core.device.streams import Stream, has_streams
+from scale_core.device.streams import Stream, has_streams, stream_for
 from scale_core.flat.config import DevicePolicy, DtypePolicy, ShardGroups
-from scale_core.flat.gradient import FlatGradient, view_of
-from scale_core.flat.host_staged import HostStagedTransport, HostToDeviceCopy
+from scale_core.flat.gradient import FlatGradient, Reduction, view_of
+from scale_core.flat.host_staged import HostToDeviceCopy
 from scale_core.flat.layout import FlatLayout
-from scale_core.flat.transport import PlainTransport, Reduction, ShardTransport, TransportPolicy, copy_stream
+from scale_core.flat.transport import ShardTransport, TransportPolicy
 from scale_core.hooks.gradients import mark_without_autograd_hooks
 from scale_core.optim.step_checks import invalidate_cache, register_shard_owner, register_unsharded
 from scale_core.optim.step_hooks import watch_optimizers
@@ -71,7 +72,6 @@ class FlatStorage(ABC):
     _written: list[Tensor]
     _outer_shards: list[Shard | None]  # The shard, on other axes of the mesh, that each parameter already is.
     _host_copies: HostToDeviceCopy | None  # Of the shard, where it is on another device than that which computes
-    _plain_transport: ShardTransport  # Of full parameters in their own dtype
 
     def __init__(
         self,
@@ -116,6 +116,10 @@ class FlatStorage(ABC):
     @abstractmethod
     def discard(self) -> None:
         """Cancels every transfer."""
+
+    @abstractmethod
+    def _init_transports(self) -> None:
+        """Sets the transport that the policy names."""
 
     @abstractmethod
     def _init_transfers(self) -> None:
@@ -339,13 +343,11 @@ class FlatStorage(ABC):
         device = self.devices.reduced or self.shard.device
         self.reduction = Reduction(self.transport, self.dtype, device, self._grad_stream)
 
-    def _init_transports(self) -> None:
-        plain: ShardTransport = PlainTransport(self.groups)
-        policy, copies = self.transport_policy, self._host_copies
-        transport = plain if policy is None else policy.transport(self.groups, self.spans)
-        self.transport = transport if copies is None else HostStagedTransport(transport, copies)
-        self._plain_transport = plain if copies is None else HostStagedTransport(plain, copies)
-        self.has_post_all_gather = self.transport.all_gather_dtype is not None
-
     def _new_full(self, dtype: torch.dtype) -> Tensor:
         return buffer_pool.empty(self.layout.full_numel, dtype, self.compute_device)
+
+
+@functools.cache
+def copy_stream(device: torch.device, what: str) -> Stream:
+    """The stream for one kind of copies; those to a device and back run side by side."""
+    return stream_for(device)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather, all_reduce
 from scale_core.comm.group import Group
+from scale_core.flat.buffer import part_of
 from scale_core.flat.layout import ShardSpan
-from scale_core.flat.transport import ReduceWork, ShardTransport, part_of
+from scale_core.flat.transport import ReduceWork, ShardTransport
 from scale_core.parameters import copy_attributes
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from scale_core.flat.buffer import FlatBuffer
+from scale_core.flat.buffer import FlatBuffer, PlainTransport
 from scale_core.flat.config import ShardGroups
 from scale_core.flat.layout import ShardSpan
-from scale_core.flat.transport import PlainTransport, ShardTransport
+from scale_core.flat.transport import ShardTransport
 from scale_fsdp.transports.float8 import Float8Transport, Float8Weight
 from scale_fsdp.transports.hierarchical import HierarchicalTransport
 from scale_fsdp.transports.quantized import QuantizedTransport, WireFormats

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from scale_core.comm.collectives import UNTAGGED, CollectiveWork
+from scale_core.flat.buffer import PlainTransport
 from scale_core.flat.config import ShardGroups
-from scale_core.flat.transport import PlainTransport, ReduceWork
+from scale_core.flat.transport import ReduceWork
 from scale_core.optim.error_feedback import ErrorFeedback
 from scale_fsdp.transports.blocks import BlockFormat, dequantize
 from scale_fsdp.transports.quantized_collectives import (

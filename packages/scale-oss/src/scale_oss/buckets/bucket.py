@@ -23,9 +23,8 @@ from scale_core.compat import NO_RANGE, profiler_runs, storage_use_count
 from scale_core.consistency.execution_order import Event
 from scale_core.device.streams import Stream
 from scale_core.flat.config import ShardGroups
-from scale_core.flat.gradient import FlatGradient
+from scale_core.flat.gradient import FlatGradient, PlainReduceScatter, Reduction
 from scale_core.flat.layout import ShardSpan
-from scale_core.flat.transport import PlainTransport, Reduction
 from scale_core.hooks.gradients import call_local_grad_hooks, gradient_hooks
 from scale_core.parameters import MemoryRange, copy_attributes
 from scale_core.shard import Axis, Placement, Shard, as_local, on_local_tensors, record_shard, shard_of
@@ -95,7 +94,7 @@ class Bucket:
         self.gradient.names = self.names
         sizes = None if partition.is_even else partition.sizes
         self._sizes = sizes
-        self.reduction = Reduction(PlainTransport(ShardGroups(group), sizes), self.dtype, self.device, Stream())
+        self.reduction = Reduction(PlainReduceScatter(ShardGroups(group), sizes), self.dtype, self.device, Stream())
         self.reduction.keeps_memory = False  # Buckets differ in size, so that no other one could take it.
         self.needs_gather = False  # A step may change the parameters on some rank.
         # indices of gradients that a step has used, and to which the next pass doesn't add
