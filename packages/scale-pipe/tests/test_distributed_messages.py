@@ -12,17 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_core import group_of
+from scale_pipe.distributed.message import WHOLE, ChunkSize, Failure, Flow, Payload, Slot
 from scale_pipe.distributed.p2p import (
     HEADER_LENGTH,
-    WHOLE,
-    ChunkSize,
-    Failure,
-    Flow,
     P2PChannel,
     P2PError,
-    Payload,
     PayloadMeta,
-    Slot,
     as_bytes,
     dense,
     empty_like_meta,

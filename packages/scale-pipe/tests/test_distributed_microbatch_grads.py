@@ -16,7 +16,7 @@ from scale_core.comm.group import Group
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepObserver, StepSignature, on_microbatch_steps
 from scale_pipe import DistributedPipe, PipelineOptions, StageError
 from scale_pipe.distributed.gradients.microbatch_grads import check_signatures, ranks_with_parameters
-from scale_pipe.distributed.p2p import Flow, Slot
+from scale_pipe.distributed.message import Flow, Slot
 from scale_pipe.distributed.program import SharedParameter, microbatch_grad_slots
 from scale_pipe.schedules.placement import StagePlacement
 

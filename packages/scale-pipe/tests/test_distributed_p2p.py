@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core.errors import ScaleError
 from scale_core.hooks.microbatch_grads import StepObserver, on_microbatch_steps
 from scale_pipe import DistributedPipe, PipelineOptions, pop, skippable, stash
-from scale_pipe.distributed.p2p import P2PChannel, Slot
+from scale_pipe.distributed.message import Slot
+from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.distributed.program import CrossStageTensors, Receive, build_programs
 from scale_pipe.distributed.runtime import PassRuntime
 from scale_pipe.schedules.action import Action

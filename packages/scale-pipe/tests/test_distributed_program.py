@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from pipe_schedules import BUILDERS
 
-from scale_pipe.distributed.p2p import Flow, Slot
+from scale_pipe.distributed.message import Flow, Slot
 from scale_pipe.distributed.program import (
     AverageGrads,
     CrossStageTensors,

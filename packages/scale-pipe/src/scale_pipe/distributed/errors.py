@@ -11,7 +11,8 @@ from scale_core import StepError
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
 from scale_core.errors import TransferError
-from scale_pipe.distributed.p2p import Failure, P2PError, Payload, Slot
+from scale_pipe.distributed.message import Failure, Payload, Slot
+from scale_pipe.distributed.p2p import P2PError
 from scale_pipe.distributed.program import StepKind
 from scale_pipe.schedules.action import EVERY_MICRO_BATCH, Kind
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from scale_core.tree import map_tensors, tensors_in
 from scale_pipe.distributed.loss_graph import CrossEntropy, Scalar, element_means
-from scale_pipe.distributed.p2p import ChunkSize
+from scale_pipe.distributed.message import ChunkSize
 from scale_pipe.distributed.stage import input_alias
 from scale_pipe.microbatch import Chunks
 

@@ -13,7 +13,8 @@ from typing import Any, NoReturn, TypeVar
 from torch import Tensor, nn
 
 from scale_core.parameters import MemoryRange, check_memory_unshared
-from scale_pipe.distributed.p2p import WHOLE, P2PChannel, Payload
+from scale_pipe.distributed.message import WHOLE, Payload
+from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.distributed.program import state_slots
 from scale_pipe.distributed.stage import pack, unpack
 from scale_pipe.schedules.placement import StagePlacement

@@ -26,7 +26,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -38,89 +38,13 @@ from scale_core.comm.collectives import HOST, control_group, torch_group
 from scale_core.comm.group import Group
 from scale_core.comm.work import Work, start_work, wait_for
 from scale_core.errors import TransferError
-from scale_pipe.schedules.action import EVERY_MICRO_BATCH
+from scale_pipe.distributed.message import ChunkSize, Failure, Message, Payload, Slot
 
 HEADER_LENGTH = 6  # int64: kind, bytes of the description, the three numbers of a ChunkSize, kind of the pass
 LARGEST_PACKED_BYTES = 1 << 17  # copying so many takes about as long as sending a message of its own
 
 _HEADER_BYTES = 8 * HEADER_LENGTH
 _ALIGNMENT = 64
-
-
-class Flow(StrEnum):
-    """The purpose of a transfer."""
-
-    ACTIVATION = "activation"
-    GRADIENT = "gradient"
-    SHARED = "gradient of a shared parameter"
-    SAMPLE = "one micro-batch's gradient of a shared parameter"
-    STATE = "state"
-    PROBE = "probe of the link"
-
-
-class Slot(NamedTuple):
-    """One transfer of a step, sent once; where both stages are on one rank it is handed over there."""
-
-    flow: Flow
-    name: str  # "" between neighbors, otherwise the name of the skip or of the shared parameter
-    source: int  # stage
-    target: int  # stage
-    micro_batch: int  # EVERY_MICRO_BATCH for messages once per step
-
-    def gradient_slot(self) -> Slot:
-        """The slot of the gradient of this activation."""
-        assert self.flow is Flow.ACTIVATION
-        return Slot(Flow.GRADIENT, self.name, self.target, self.source, self.micro_batch)
-
-    def __str__(self) -> str:
-        subject = f"{self.flow.value} {self.name!r}" if self.name else self.flow.value
-        batch = "" if self.micro_batch == EVERY_MICRO_BATCH else f", micro-batch {self.micro_batch}"
-        return f"{subject} of stage {self.source} for stage {self.target}{batch}"
-
-
-class ChunkSize(NamedTuple):
-    """The size of a micro-batch in its mini-batch, which every rank learns from the messages."""
-
-    samples: int  # of this micro-batch
-    total: int  # of the mini-batch
-    num_micro_batches: int
-
-    @property
-    def weight(self) -> float:
-        """The weight of this micro-batch's mean in the mean over the mini-batch."""
-        return self.samples / self.total if self.total else 1 / self.num_micro_batches
-
-
-WHOLE = ChunkSize(1, 1, 1)  # for messages that belong to no micro-batch
-
-
-class Payload(NamedTuple):
-    """A pytree taken apart by `stage.pack`, and the size of its micro-batch."""
-
-    structure: bytes
-    tensors: list[Tensor]
-    chunk_size: ChunkSize
-
-    def __str__(self) -> str:
-        metas = (f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in self.tensors)
-        return ", ".join(metas) or "no tensor"
-
-
-class Failure(NamedTuple):
-    """The reason for which a step is aborted; the same text on every rank."""
-
-    rank: int
-    stage: int  # -1 outside of all stages
-    micro_batch: int  # -1 outside of all micro-batches
-    action: str  # for example "the forward"
-    error_type: str
-    text: str
-    traceback: str
-    rank_lost: bool = False  # another rank can't be reached any more
-
-
-Message = Payload | Failure | ChunkSize
-"""A payload, a failure, or the size alone where the mini-batch has no such micro-batch."""
 
 
 class MessageKind(IntEnum):

@@ -10,7 +10,8 @@ import torch
 
 from scale_core.comm.collectives import exchange_text
 from scale_core.comm.group import Group
-from scale_pipe.distributed.p2p import WHOLE, Flow, P2PChannel, Payload, Slot
+from scale_pipe.distributed.message import WHOLE, Flow, Payload, Slot
+from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.distributed.program import probe_slots
 from scale_pipe.distributed.stage import pack
 from scale_pipe.distributed.step import TimedPass

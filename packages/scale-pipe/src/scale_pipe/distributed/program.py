@@ -27,7 +27,8 @@ from torch import nn
 from scale_core.comm.collectives import HOST, UNIT_TAGS
 from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import Event, message_tag
-from scale_pipe.distributed.p2p import Flow, P2PChannel, Slot
+from scale_pipe.distributed.message import Flow, Slot
+from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.module_split.split import shared_parameters
 from scale_pipe.partition.partition import check_balance, check_sequential, partition
 from scale_pipe.schedules.action import COMPUTES, EVERY_MICRO_BATCH, GIVES_INPUT_GRADIENT, Action, Kind

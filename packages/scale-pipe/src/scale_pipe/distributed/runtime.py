@@ -25,7 +25,8 @@ from scale_pipe.distributed.gradients.data_parallel import check_all_ok
 from scale_pipe.distributed.gradients.microbatch_grads import MicrobatchGrads
 from scale_pipe.distributed.gradients.shared_params import SharedParams
 from scale_pipe.distributed.loss import BatchLoss
-from scale_pipe.distributed.p2p import ChunkSize, Failure, Flow, Message, P2PError, Payload, Slot
+from scale_pipe.distributed.message import ChunkSize, Failure, Flow, Message, Payload, Slot
+from scale_pipe.distributed.p2p import P2PError
 from scale_pipe.distributed.program import AverageGrads, RankChannels, Receive, Send, StepKind, SumSharedGrads
 from scale_pipe.distributed.stage import OUTPUT, Stage, pack
 from scale_pipe.microbatch import Arguments, Chunks, gather

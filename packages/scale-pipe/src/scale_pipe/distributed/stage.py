@@ -21,7 +21,7 @@ from scale_checkpoint.wrapper import is_checkpointed
 from scale_core import compat
 from scale_pipe.batch_norm import DeferredBatchNorm
 from scale_pipe.distributed.gradients.data_parallel import DataParallelWrappers, outermost_wrappers
-from scale_pipe.distributed.p2p import ChunkSize, Payload
+from scale_pipe.distributed.message import ChunkSize, Payload
 from scale_pipe.microbatch import Arguments
 from scale_pipe.partition.partition_function import Checkpoint, PartitionFunction, starts_in_place
 from scale_pipe.skip.namespace import SkipKey, declared_skips

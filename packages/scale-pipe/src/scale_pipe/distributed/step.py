@@ -32,7 +32,8 @@ from scale_core.tree import map_tensors
 from scale_pipe.distributed import errors
 from scale_pipe.distributed.gradients.data_parallel import optimizer_shards
 from scale_pipe.distributed.loss import BatchLoss, check_mean_loss
-from scale_pipe.distributed.p2p import ChunkSize, Failure, P2PError
+from scale_pipe.distributed.message import ChunkSize, Failure
+from scale_pipe.distributed.p2p import P2PError
 from scale_pipe.distributed.program import StepKind
 from scale_pipe.distributed.runtime import PassRuntime, StepInputs, StepOptimizer
 from scale_pipe.distributed.stage import Stage

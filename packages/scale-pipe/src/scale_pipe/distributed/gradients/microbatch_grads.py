@@ -30,7 +30,8 @@ from scale_core.comm.subgroups import subgroup_of
 from scale_core.hooks.gradients import lacks_autograd_hooks, register_local_grad_hook
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature
 from scale_core.shard import on_local_tensors
-from scale_pipe.distributed.p2p import WHOLE, Flow, P2PChannel, Payload, Slot
+from scale_pipe.distributed.message import WHOLE, Flow, Payload, Slot
+from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank
 from scale_pipe.distributed.stage import pack, unpack
 from scale_pipe.schedules.placement import StagePlacement

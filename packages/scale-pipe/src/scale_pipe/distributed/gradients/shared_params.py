@@ -24,8 +24,9 @@ from scale_core.hooks.gradients import lacks_autograd_hooks
 from scale_core.shard import Ranges, on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_pipe.distributed.gradients.data_parallel import GradientState, ReduceMode, gradient_state
+from scale_pipe.distributed.message import WHOLE, ChunkSize, Payload, Slot
 from scale_pipe.distributed.module_view import StageModuleView, module_fqns, original_fqn
-from scale_pipe.distributed.p2p import WHOLE, ChunkSize, P2PChannel, Payload, Slot
+from scale_pipe.distributed.p2p import P2PChannel
 from scale_pipe.distributed.program import SharedParameter, first_stage_by_rank, shared_grad_slots
 from scale_pipe.distributed.stage import pack, unpack
 from scale_pipe.schedules.placement import StagePlacement
