@@ -1,6 +1,7 @@
 """Large batches without retuning: AdaScale for PyTorch, exact under every sharding.
 
-`adascale` is the optimizer; read it first. `options` has what it takes beyond FairScale's arguments. Below it:
+`adascale` is the optimizer; read it first. `options` has what it takes beyond FairScale's arguments, and
+`adascale_wrapper` builds the inner optimizer, too. Below it:
 
 - `gain`, `noise_scale`, `batch_size`: the formulas, numbers in and numbers out;
 - `measurement/`: from each local gradient to the sums over all ranks, and the estimates of one step;
@@ -12,7 +13,8 @@
 
 import logging
 
-from scale_adascale.adascale import AdaScale, AdaScaleWrapper
+from scale_adascale.adascale import AdaScale
+from scale_adascale.adascale_wrapper import AdaScaleWrapper
 from scale_adascale.batch_size import Suggestion, fit_speed, halves, legw, linear, square_root, suggest_batch_size
 from scale_adascale.gain_scheduler import GainScheduler, until_steps
 from scale_adascale.noise_scale import NoiseScale

@@ -13,12 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from scale_adascale.adam_preconditioner import is_adaptive
 from scale_adascale.estimates import GROUP_KEY, Estimates, EstimatorState, without_fairscale
 from scale_adascale.gain import check_scale, gain
-from scale_adascale.measurement.errors import no_step_error
+from scale_adascale.measurement.errors import (
+    middle_of_step_error,
+    no_step_error,
+    not_divisible_error,
+    scaled_loss_error,
+    undivided_error,
+    uneven_inputs_error,
+    unknown_scaler_error,
+)
 from scale_adascale.measurement.norm_reduction import NormReducer
 from scale_adascale.measurement.param_info import data_group_of, model_group_of
 from scale_adascale.measurement.step_statistics import Settings, StepStatistics, default_smoothing
@@ -38,7 +46,7 @@ from scale_core.errors import renamed_arguments
 from scale_core.shard import as_local
 from scale_core.state.param_ownership import ParamSlice
 
-_OPTIONS = {field.name: f"options=AdaScaleOptions({field.name}=...)" for field in fields(AdaScaleOptions)}
+OPTIONS = {field.name: f"options=AdaScaleOptions({field.name}=...)" for field in fields(AdaScaleOptions)}
 
 
 class AdaScale(Optimizer):
@@ -93,7 +101,7 @@ class AdaScale(Optimizer):
     listens_to_gradients = True  # OSS refuses a class that has this: no backward brings gradients to its pieces.
 
     @checked_arguments(own="optimizer scale smoothing num_gradients_to_accumulate")
-    @renamed_arguments(**_OPTIONS)
+    @renamed_arguments(**OPTIONS)
     def __init__(
         self,
         optimizer: Optimizer,
@@ -265,19 +273,11 @@ class AdaScale(Optimizer):
         statistics.check_measured()
         statistics.count_zero_gradient_pass()
         if uneven_inputs.active_share is not None:
-            raise RuntimeError(
-                "AdaScale can't tell how noisy a gradient is to which ranks contribute unequally, as under join() when "
-                "one has run out of data. Leave out the steps for which not all ranks have a batch, or call "
-                "optimizer.unhook() before them, and optimizer.hook() after them: they have the last gain"
-            )
+            raise uneven_inputs_error()
         if statistics.passes != number or statistics.local.in_backward:
             raise no_step_error(statistics.passes, number, statistics.local)
         if number > 1 and not (self._settings.is_scaled_loss or statistics.is_divided):
-            raise RuntimeError(
-                f"step(): losses were not divided by the {number} gradients to accumulate (is_scaled_loss=False), and "
-                "neither were the gradients. Call optimizer.scale_grad_by_num_grads_to_accum() before the step, or "
-                "divide the losses and build AdaScale(..., is_scaled_loss=True)"
-            )
+            raise undivided_error(number)
         return True
 
     def _estimates(self) -> Estimates:
@@ -291,11 +291,7 @@ class AdaScale(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         # A scaler asks before each step. No, even if the inner optimizer does: gradients must be unscaled before it.
         if self.grad_scaler is None:
-            raise RuntimeError(
-                "a GradScaler steps an AdaScale that was built without it, and measures gradients times a scale that "
-                "it does not know. Build AdaScale(..., options=AdaScaleOptions(grad_scaler=scaler)), or set "
-                "optimizer.grad_scaler = scaler before the first backward pass"
-            )
+            raise unknown_scaler_error()
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -319,16 +315,9 @@ class AdaScale(Optimizer):
         """
         statistics, number = self._statistics, self._settings.num_gradients
         if self._settings.is_scaled_loss:
-            raise RuntimeError(
-                "Must use unscaled loss for scale_grad_by_num_grads_to_accum(): AdaScale was built for losses that "
-                "are divided by the number of gradients. Leave this call out, or pass is_scaled_loss=False"
-            )
+            raise scaled_loss_error()
         if statistics.passes != number or statistics.is_divided:
-            came = "they are divided already" if statistics.is_divided else f"{statistics.passes} came"
-            raise RuntimeError(
-                f"scale_grad_by_num_grads_to_accum(): expected {number} gradients to divide by, but {came}. Call it "
-                "once, between the last backward() and step()"
-            )
+            raise not_divisible_error(statistics.passes, number, is_divided=statistics.is_divided)
         statistics.is_divided = True
         with as_local():
             grads = [holder.grad for holder in statistics.reducer.info.holders if holder.grad is not None]
@@ -466,64 +455,10 @@ class AdaScale(Optimizer):
         """
         passes, number = self._statistics.passes, self._settings.num_gradients
         if self._statistics.local.in_backward or 0 < passes < number or (before_passes and passes):
-            raise RuntimeError(
-                f"{what}: {method}() in the middle of a step, of whose backward passes {passes} of {number} have "
-                f"ended. Call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no "
-                "more are to come"
-            )
+            raise middle_of_step_error(what, method, passes, number)
 
 
 def _state_hooks(optimizer: Optimizer) -> dict[str, Any]:
     """The hooks of an optimizer's state, by attribute: those that are registered around it are its own."""
     kinds = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
     return {name: getattr(optimizer, name) for name in (f"_optimizer_{kind}_hooks" for kind in kinds)}
-
-
-class AdaScaleWrapper(AdaScale):
-    """An `AdaScale` around an optimizer that it builds from parameters.
-
-        >>> import torch
-        >>> from scale_adascale import AdaScaleWrapper
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = AdaScaleWrapper(model.parameters(), num_gradients_to_accumulate=4, lr=0.1, momentum=0.9)
-        >>> optimizer.scale
-        4.0
-
-    Args:
-        params: The parameters, or groups of them, for the optimizer.
-        optim_cls: The class of the optimizer.
-        **additional_optim_args: For the optimizer. Other arguments, and errors, are the same as for `AdaScale`.
-
-    See also: [the guide to AdaScale](../guides/adascale.md).
-    """
-
-    @checked_arguments(own="scale smoothing num_gradients_to_accumulate")
-    @renamed_arguments(**_OPTIONS)
-    def __init__(
-        self,
-        params: Any,
-        world_size: int | None = None,
-        scale: float | None = None,
-        smoothing: float | None = None,
-        num_gradients_to_accumulate: int = 1,
-        debias_ewma: bool = True,
-        optim_cls: type[Optimizer] = SGD,
-        *,
-        is_scaled_loss: bool = True,
-        process_group: GroupLike = None,
-        model_parallel_group: GroupLike = None,
-        options: AdaScaleOptions | None = None,
-        **additional_optim_args: Any,
-    ) -> None:
-        super().__init__(
-            optim_cls(params, **additional_optim_args),
-            world_size,
-            scale,
-            smoothing,
-            num_gradients_to_accumulate,
-            is_scaled_loss,
-            debias_ewma,
-            process_group,
-            model_parallel_group=model_parallel_group,
-            options=options,
-        )

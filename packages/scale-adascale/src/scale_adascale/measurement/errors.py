@@ -1,4 +1,4 @@
-"""The errors of backward passes and steps that come in a wrong order."""
+"""The errors of passes, steps and calls that come in a wrong order, or of gradients that are not what was measured."""
 
 from __future__ import annotations
 
@@ -64,4 +64,57 @@ def changed_gradients_text(passes: int, num_gradients: int, *, pass_failed: bool
     return (
         f"{failure}, so that their mean is not the mean of the measured gradients. Call optimizer.zero_grad() and "
         "begin with the first pass of the step; clip gradients and call model.zero_grad() after the last pass only"
+    )
+
+
+def middle_of_step_error(what: str, method: str, passes: int, num_gradients: int) -> RuntimeError:
+    """The error of a method that is called amid the passes of a step; `what` is FairScale's text for it."""
+    return RuntimeError(
+        f"{what}: {method}() in the middle of a step, of whose backward passes {passes} of {num_gradients} have "
+        f"ended. Call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no "
+        "more are to come"
+    )
+
+
+def uneven_inputs_error() -> RuntimeError:
+    """The error of a step to which ranks contribute unequally."""
+    return RuntimeError(
+        "AdaScale can't tell how noisy a gradient is to which ranks contribute unequally, as under join() when "
+        "one has run out of data. Leave out the steps for which not all ranks have a batch, or call "
+        "optimizer.unhook() before them, and optimizer.hook() after them: they have the last gain"
+    )
+
+
+def undivided_error(num_gradients: int) -> RuntimeError:
+    """The error of a step on a sum of gradients where a mean is expected."""
+    return RuntimeError(
+        f"step(): losses were not divided by the {num_gradients} gradients to accumulate (is_scaled_loss=False), and "
+        "neither were the gradients. Call optimizer.scale_grad_by_num_grads_to_accum() before the step, or "
+        "divide the losses and build AdaScale(..., is_scaled_loss=True)"
+    )
+
+
+def scaled_loss_error() -> RuntimeError:
+    """The error of a division of gradients whose losses were divided."""
+    return RuntimeError(
+        "Must use unscaled loss for scale_grad_by_num_grads_to_accum(): AdaScale was built for losses that "
+        "are divided by the number of gradients. Leave this call out, or pass is_scaled_loss=False"
+    )
+
+
+def not_divisible_error(passes: int, num_gradients: int, *, is_divided: bool) -> RuntimeError:
+    """The error of a division of gradients that are not all there, or are divided already."""
+    came = "they are divided already" if is_divided else f"{passes} came"
+    return RuntimeError(
+        f"scale_grad_by_num_grads_to_accum(): expected {num_gradients} gradients to divide by, but {came}. Call it "
+        "once, between the last backward() and step()"
+    )
+
+
+def unknown_scaler_error() -> RuntimeError:
+    """The error of a GradScaler that AdaScale was not told of."""
+    return RuntimeError(
+        "a GradScaler steps an AdaScale that was built without it, and measures gradients times a scale that "
+        "it does not know. Build AdaScale(..., options=AdaScaleOptions(grad_scaler=scaler)), or set "
+        "optimizer.grad_scaler = scaler before the first backward pass"
     )
