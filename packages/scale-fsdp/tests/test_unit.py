@@ -11,6 +11,7 @@ from scale_core.consistency.execution_order import Event
 from scale_fsdp import fully_shard
 from scale_fsdp.runtime.step import root_of
 from scale_fsdp.runtime.unit import Unit, unit_of
+from scale_fsdp.summon import gather_full_params
 
 
 def mixed_unit() -> Unit:
@@ -31,7 +32,7 @@ def test_buffers_of_several_dtypes_move_together() -> None:
         layer.reset_parameters()
     assert len(unit.buffers) == 2 and unit.root is None
     for buffer in unit.buffers:  # Before there is a root.
-        for whole, name in zip(unit.gather_full_params(buffer), buffer.names, strict=True):
+        for whole, name in zip(gather_full_params(unit, buffer), buffer.names, strict=True):
             assert whole.shape == plain.get_parameter(name).shape
     history = root_of(unit).contract.history
     root_of(unit).begin_forward(unit, "")

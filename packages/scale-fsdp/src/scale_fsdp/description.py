@@ -17,7 +17,8 @@ from scale_core.arguments import checked_arguments
 from scale_core.consistency.execution_order import PassKind
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import on_local_tensors
-from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, module_names, units_in
+from scale_fsdp.runtime.unit import GATHERING_PHASES, Unit, units_in
+from scale_fsdp.state_dict.naming import module_names
 from scale_fsdp.transports.policy import wire_formats
 from scale_fsdp.transports.quantized import WireFormats
 

@@ -39,6 +39,7 @@ from scale_fsdp.options import Init, ShardOptions
 from scale_fsdp.reshard.convert import convert_buffers
 from scale_fsdp.reshard.meta_init import materialize, should_initialize
 from scale_fsdp.runtime.fast_path import keep_fast_path
+from scale_fsdp.runtime.flattened_parameter import flat_param_name
 from scale_fsdp.runtime.param_registry import (
     ParamModuleInfo,
     ParamOwner,
@@ -48,9 +49,9 @@ from scale_fsdp.runtime.param_registry import (
     split_owned_and_shared,
 )
 from scale_fsdp.runtime.step import ShardGuard, post_forward, pre_forward
-from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, module_names, unit_of, units_in
+from scale_fsdp.runtime.unit import ParamSlot, Unit, unit_of, units_in
 from scale_fsdp.state_dict.full import register_state_dict_hooks
-from scale_fsdp.state_dict.naming import units_on_other_ranks
+from scale_fsdp.state_dict.naming import module_names, units_on_other_ranks
 from scale_fsdp.transports.float8 import Float8Weight, plain_parameter
 from scale_fsdp.transports.policy import WirePolicy, wire_formats
 

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.optim.step_checks import register_unsharded
 from scale_core.parameters import copy_attributes
@@ -79,13 +81,28 @@ def with_flat_params(units: Iterable[Unit]) -> Iterator[None]:
             unit.set_flat_params(shown=False)
 
 
+def gather_full_params(unit: Unit, buffer: FlatBuffer) -> list[Tensor]:
+    """Returns a buffer's full parameters, in the dtype they are trained in; all ranks call it together."""
+    if unit.root is not None:
+        unit.root.recover()
+    event = Event("full parameters", unit.name)
+    contract = (
+        unit.root.contract
+        if unit.root is not None and not unit.root.stale
+        else Contract(unit.options.mesh_info.whole, unit.options.limit_seconds)
+    )
+    contract.sync_point(event)
+    with contract.waiting(event):
+        return buffer.gather_full_params(message_tag(event), contract.limit_seconds)
+
+
 def _show_full_params(unit: Unit, full: FullParams) -> None:
     """Gathers and shows the buffers that are not in `full` yet, and those that the unit shares with others."""
     for owner in (unit, *unit.shared_owners):
         for buffer in owner.buffers:
             if buffer not in full:
                 trains = buffer.trains and buffer.dtype.is_floating_point
-                gathered = owner.gather_full_params(buffer)
+                gathered = gather_full_params(owner, buffer)
                 full[buffer] = [nn.Parameter(tensor, requires_grad=trains) for tensor in gathered]
                 if not buffer.flatten:
                     for shard, param in zip(buffer.sharded_params, full[buffer], strict=True):

@@ -34,7 +34,8 @@ from scale_fsdp.reshard.attached_state import AttachedState, AttachedStateSpec
 from scale_fsdp.reshard.convert import rebind_params
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
 from scale_fsdp.runtime.param_registry import managed_modules, register_owner
-from scale_fsdp.runtime.unit import Unit, module_names, units_in
+from scale_fsdp.runtime.unit import Unit, units_in
+from scale_fsdp.state_dict.naming import module_names
 from scale_fsdp.state_dict.optimizer import pack_shard
 from scale_fsdp.transports.policy import float8_weights
 

@@ -18,8 +18,9 @@ from scale_core.comm.group import Group
 from scale_core.consistency.execution_order import unit_title
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.records import Record
+from scale_fsdp.runtime.flattened_parameter import flat_param_name
 from scale_fsdp.runtime.param_registry import managed_modules
-from scale_fsdp.runtime.unit import ParamSlot, RegisteredNames, Unit, flat_param_name
+from scale_fsdp.runtime.unit import ParamSlot, RegisteredNames, Unit
 from scale_fsdp.transports.policy import wire_formats
 
 # Errors that a step raises.

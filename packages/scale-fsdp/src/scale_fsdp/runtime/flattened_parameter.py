@@ -86,3 +86,8 @@ def flattened_parameter(buffer: FlatBuffer, number: int) -> FlattenedParameter:
     if param is None:
         param = by_number[number] = FlattenedParameter(buffer, number)
     return param
+
+
+def flat_param_name(number: int) -> str:
+    """Returns the name under which a module holds the flat parameter of one buffer."""
+    return f"flat_param_{number}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from scale_core.consistency.backward_pass import BackwardPass
 from scale_core.consistency.execution_order import Event
@@ -54,7 +54,7 @@ class ReducedGradHooks:
                 (buffer, param, grad)
                 for number, buffer in enumerate(unit.buffers)
                 if buffer.keeps_reduced
-                for param, grad in unit.wait_results(number)
+                for param, grad in _wait_results(unit, number)
                 if param.requires_grad
             ]
         # If no rank has used a parameter, it has no gradient; this is known at the end of the pass.
@@ -77,6 +77,14 @@ class ReducedGradHooks:
         ]
         if remaining:
             call_reduced_grad_hooks([param for param, _ in remaining], [grad for _, grad in remaining])
+
+
+def _wait_results(unit: Unit, number: int) -> list[tuple[nn.Parameter, Tensor]]:
+    """Waits for the reduced gradients of one buffer; see `FlatBuffer.wait_results`."""
+    buffer = unit.buffers[number]
+    if buffer.transport.traits.replicates_in_halves:
+        unit.log_replication(number)
+    return buffer.wait_results(unit.contract.limit_seconds)
 
 
 def call_hooks_at_end(root: UnitContext, published: Container[Tensor]) -> None:

@@ -28,7 +28,7 @@ from scale_core.dtensor import DTensorSpec
 from scale_core.flat.buffer import FlatBuffer, State
 from scale_core.parameters import MemoryRange
 from scale_fsdp.api import UnitOptions
-from scale_fsdp.runtime.flattened_parameter import FlattenedParameter, flattened_parameter
+from scale_fsdp.runtime.flattened_parameter import FlattenedParameter, flat_param_name, flattened_parameter
 
 UNIT = "_scale_unit"
 GATHERING_PHASES = ("forward", "recomputation", "backward")  # the events of a pass for which a unit is gathered
@@ -326,20 +326,6 @@ class Unit:
             for buffer in self.buffers:
                 buffer.release(self.contract.limit_seconds, keep_part=keep_part)
 
-    def gather_full_params(self, buffer: FlatBuffer) -> list[Tensor]:
-        """Returns a buffer's full parameters, in the dtype they are trained in; all ranks call it together."""
-        if self.root is not None:
-            self.root.recover()
-        event = Event("full parameters", self.name)
-        contract = (
-            self.root.contract
-            if self.root is not None and not self.root.stale
-            else Contract(self.options.mesh_info.whole, self.options.limit_seconds)
-        )
-        contract.sync_point(event)
-        with contract.waiting(event):
-            return buffer.gather_full_params(message_tag(event), contract.limit_seconds)
-
     # Reduce.
 
     def trained_buffers(self) -> list[int]:
@@ -369,13 +355,6 @@ class Unit:
             if buffer.transport.traits.reduces_messages_late:
                 self.log_replication(number)
                 self.contract.wait(Event("reduction", self.name), buffer.finish_reduction)
-
-    def wait_results(self, number: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Waits for the reduced gradients of one buffer; see `FlatBuffer.wait_results`."""
-        buffer = self.buffers[number]
-        if buffer.transport.traits.replicates_in_halves:
-            self.log_replication(number)
-        return buffer.wait_results(self.contract.limit_seconds)
 
     def log_replication(self, number: int) -> None:
         """The second half of an average over replicas begins here: a rank that fails serves it here, too."""
@@ -452,16 +431,6 @@ class UnitContext:
     def recover(self) -> None:
         """Ends a backward pass that has failed; see `Root`."""
         raise NotImplementedError
-
-
-def module_names(module: nn.Module) -> dict[int, str]:
-    """Returns the qualified name of every module in `module`, by its id; the name of `module` itself is ""."""
-    return {id(child): path for path, child in module.named_modules()}
-
-
-def flat_param_name(number: int) -> str:
-    """Returns the name under which a module holds the flat parameter of one buffer."""
-    return f"flat_param_{number}"
 
 
 def set_param(module: nn.Module, attribute: str, param: Tensor | FlattenedParameter) -> None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from scale_core.flat.buffer import FlatBuffer
-from scale_fsdp.runtime.unit import module_names, units_in
+from scale_fsdp.runtime.unit import units_in
+from scale_fsdp.state_dict.naming import module_names
 from scale_fsdp.transports.policy import wire_formats
 
 

@@ -28,11 +28,12 @@ from scale_core.state.gathered_tensor import Gather, GatheredTensor, converted, 
 from scale_core.state.torch_state_dict import saved_by_torch, torch_request
 from scale_fsdp.api import StateDictConfig, resolve_state_dict_config
 from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
+from scale_fsdp.runtime.flattened_parameter import flat_param_name
 from scale_fsdp.runtime.param_registry import managed_modules
-from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, unit_of, units_in
+from scale_fsdp.runtime.unit import ParamSlot, Unit, unit_of, units_in
 from scale_fsdp.state_dict.loading import local_elements, shard_pre_hook
 from scale_fsdp.state_dict.naming import check_same_ranks, model_group, param_names, plain_order
-from scale_fsdp.summon import with_flat_params
+from scale_fsdp.summon import gather_full_params, with_flat_params
 
 
 class _BufferGather(Gather[FlatBuffer]):
@@ -118,7 +119,7 @@ class _StateDictCall:
         """Gathers a buffer, copies these parameters out of it and frees it; all ranks together."""
         missing = [index for index in dict.fromkeys(indices) if (buffer, index) not in self.full_tensors]
         if missing:
-            params, device = unit.gather_full_params(buffer), self.form.device or buffer.shard.device
+            params, device = gather_full_params(unit, buffer), self.form.device or buffer.shard.device
             if buffer not in self.gathers:
                 self.gathers[buffer] = _GatherOnRank0(unit) if self._is_on_rank_0(unit) else _BufferGather(unit, buffer)
             for index in missing:

@@ -18,7 +18,8 @@ from scale_core.shard import elements_of, on_local_tensors, shard_of, wait_for
 from scale_core.sharded_tensor.tensor import mark_sharded
 from scale_core.state.gathered_tensor import plain_tensor
 from scale_fsdp.runtime.checks import check_not_in_use
-from scale_fsdp.runtime.unit import ParamSlot, Unit, flat_param_name, unit_of, units_in
+from scale_fsdp.runtime.flattened_parameter import flat_param_name
+from scale_fsdp.runtime.unit import ParamSlot, Unit, unit_of, units_in
 from scale_fsdp.state_dict.naming import all_names, param_names, persistent_buffers, plain_order
 
 LOCAL_METADATA = "scale_fsdp.local"  # the key in torch's `_metadata` of a local state dict

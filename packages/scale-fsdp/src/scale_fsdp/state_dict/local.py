@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
 from scale_core.shard import on_local_tensors
-from scale_fsdp.runtime.unit import flat_param_name, module_names, units_in
+from scale_fsdp.runtime.flattened_parameter import flat_param_name
+from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.state_dict.full import local_state_dict_of
 from scale_fsdp.state_dict.loading import LOCAL_METADATA, check_loadable, loading_local
 from scale_fsdp.state_dict.naming import (
     ParamLocation,
     all_names,
+    module_names,
     param_locations,
     persistent_buffers,
     plain_order,

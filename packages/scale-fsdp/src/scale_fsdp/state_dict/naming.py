@@ -180,3 +180,8 @@ def locations_by_buffer(model: nn.Module) -> Iterator[tuple[Unit, FlatBuffer, li
     for unit in units_in(model):
         for buffer in unit.buffers:
             yield unit, buffer, [location for location in locations if location.buffer is buffer]
+
+
+def module_names(module: nn.Module) -> dict[int, str]:
+    """Returns the qualified name of every module in `module`, by its id; the name of `module` itself is ""."""
+    return {id(child): path for path, child in module.named_modules()}
