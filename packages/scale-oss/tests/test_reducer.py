@@ -19,10 +19,10 @@ from scale_check.exact import assert_equal, gather_values
 from scale_core import StepError
 from scale_core.comm.group import group_of
 from scale_core.errors import ContractError, ScaleDistributedError
+from scale_core.hooks.autograd import PendingForwards
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
 from scale_oss import OSS, OSSOptions, ShardedDataParallel
 from scale_oss.buckets.bucket import Bucket
-from scale_oss.reducer import PendingForwards
 
 
 @dataclass

@@ -9,10 +9,8 @@ end of the pass that reduces the step. A backward that a rank has skipped is abo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event, PassKind, message_tag
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 from scale_core.hooks.autograd import (
+    PendingForwards,
     after_gradient,
     in_autograds_thread,
     in_backward,
@@ -35,11 +34,14 @@ from scale_core.live_objects import live_objects, register_live
 from scale_core.shard import as_local, on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_core.sharded_tensor.tensor import is_sharded
-from scale_core.tree import tensors_in
 from scale_oss.buckets.bucket import Bucket
 from scale_oss.grad_accumulation import GradAccumulation
 from scale_oss.oss import OSS
 
+_SKIPPED = (
+    "its forward pass was followed by no backward pass: an error in its loss was caught, its batch was skipped, or a "
+    "forward pass of this rank alone was not under torch.no_grad()"
+)
 _ONE_WRAPPER = (
     "Several models in one backward pass have no common order of buckets if the ranks use different parameters. Make "
     "one module whose forward runs them all, and wrap it: ShardedDataParallel(module, [optimizer, other_optimizer])"
@@ -138,84 +140,6 @@ class ReductionSchedule:
             bucket = self._buckets[number]
             with record_function(f"scale_oss::wait_reduce_scatter ({bucket.title})") if profiler_runs() else NO_RANGE:
                 self._contract.wait(bucket.reduce_event, bucket.reduction.wait)
-
-
-# A backward that one rank skips, as where its loss failed or a batch was skipped, leaves the others waiting in theirs.
-
-_SKIPPED = (
-    "its forward pass was followed by no backward pass: an error in its loss was caught, its batch was skipped, or a "
-    "forward pass of this rank alone was not under torch.no_grad()"
-)
-
-
-class _Forward:
-    """A forward pass, held by its graph alone: it goes when that is freed."""
-
-
-class PendingForwards:
-    """Forward passes of this rank to which no backward has come since the ranks last agreed.
-
-    A skipped backward is seen when the outputs of its forward are gone, or when the next forward begins.
-    """
-
-    def __init__(self, on_backward: Callable[[], None]) -> None:
-        self._on_backward, self._on_grads = weak_hook(on_backward), weak_hook(self._match)
-        self._unmatched: list[weakref.ref[_Forward]] = []  # in the order of the calls
-        self._num_matched = 0
-        self._per_pass = 1  # forwards that the last backward pass has reached
-        self._accepted = 0  # unmatched forwards on every rank, for example if their outputs are only looked at
-
-    def watch(self, outputs: Any, *, counts: bool = True) -> None:
-        """Hooks the graph of a forward pass, whose backward all ranks must run if it `counts`."""
-        # A view that is changed in place gets another grad_fn; its base keeps its own.
-        roots = [tensor._base if tensor._base is not None else tensor for tensor in tensors_in(outputs)]
-        nodes = {root.grad_fn for root in roots if root.grad_fn is not None}
-        if nodes:
-            forward = _Forward()
-            if counts:
-                self._unmatched.append(weakref.ref(forward))
-            for node in nodes:
-                node.register_prehook(partial(self._on_grads, forward))
-
-    def _match(self, forward: _Forward, _: tuple[Tensor | None, ...]) -> None:
-        """A backward has reached the outputs of a forward."""
-        before = len(self._unmatched)
-        self._unmatched = [ref for ref in self._unmatched if ref() is not forward]
-        self._num_matched += before - len(self._unmatched)
-        self._on_backward()
-
-    def has_skipped(self, *, in_step: bool) -> bool:
-        """Whether this rank has skipped a backward pass, as far as it can tell now.
-
-        Where another forward begins on all ranks together (`in_step`), a graph that is still alive counts as well, if a
-        backward has always come before this point.
-        """
-        if self.num_unmatched <= self._accepted:
-            return False
-        is_freed = any(ref() is None for ref in self._unmatched)
-        return is_freed or (in_step and self.num_unmatched >= self._per_pass + self._accepted)
-
-    @property
-    def num_unmatched(self) -> int:
-        return len(self._unmatched)
-
-    def drop_skipped(self) -> None:
-        """Forgets the forwards of one skipped pass, which was aborted."""
-        del self._unmatched[: self._per_pass]
-
-    def accept_baseline(self) -> None:
-        """Takes the present number of unmatched forwards for normal: all ranks have skipped as many."""
-        self._accepted = self.num_unmatched
-
-    def reset_baseline(self) -> None:
-        """After a pass that succeeded: forgets matched and freed forwards; others may still get their backward."""
-        self._accepted = min(self._accepted, self.num_unmatched)
-        self._per_pass, self._num_matched = self._num_matched or self._per_pass, 0
-        self._unmatched = [ref for ref in self._unmatched if ref() is not None]
-
-    def clear(self) -> None:
-        """Forgets all forwards: the pass has failed."""
-        self._unmatched, self._num_matched = [], 0
 
 
 class Reducer:

@@ -1,8 +1,8 @@
 """Hooks of a backward pass: before a module's backward, after it, per gradient, and at its end.
 
 Autograd calls nothing when it enters or leaves a module, so the hooks are put on tensors: on a module's outputs (before
-its backward), on its inputs (after it), on a parameter, and on the engine for the end. `gradients` has the hooks around
-the reduction of gradients.
+its backward), on its inputs (after it), on a parameter, and on the engine for the end. `PendingForwards` says to which
+forward passes no backward has come. `gradients` has the hooks around the reduction of gradients.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,3 +181,76 @@ def _ignoring_the_gradient(callback: Callable[[], None]) -> Callable[[Tensor], N
 
     unserializable_hook(hook)  # Who saves the tensor is not warned of it.
     return hook
+
+
+# A backward that this rank skips, as where its loss failed or a batch was skipped, leaves the others waiting in theirs.
+
+
+class _Forward:
+    """A forward pass, held by its graph alone: it goes when that is freed."""
+
+
+class PendingForwards:
+    """Forward passes of this rank to which no backward has come since the ranks last agreed.
+
+    A skipped backward is seen when the outputs of its forward are gone, or when the next forward begins.
+    """
+
+    def __init__(self, on_backward: Callable[[], None]) -> None:
+        self._on_backward, self._on_grads = weak_hook(on_backward), weak_hook(self._match)
+        self._unmatched: list[weakref.ref[_Forward]] = []  # in the order of the calls
+        self._num_matched = 0
+        self._per_pass = 1  # forwards that the last backward pass has reached
+        self._accepted = 0  # unmatched forwards on every rank, for example if their outputs are only looked at
+
+    def watch(self, outputs: Any, *, counts: bool = True) -> None:
+        """Hooks the graph of a forward pass, whose backward all ranks must run if it `counts`."""
+        # A view that is changed in place gets another grad_fn; its base keeps its own.
+        roots = [tensor._base if tensor._base is not None else tensor for tensor in tensors_in(outputs)]
+        nodes = {root.grad_fn for root in roots if root.grad_fn is not None}
+        if nodes:
+            forward = _Forward()
+            if counts:
+                self._unmatched.append(weakref.ref(forward))
+            for node in nodes:
+                node.register_prehook(partial(self._on_grads, forward))
+
+    def _match(self, forward: _Forward, _: tuple[Tensor | None, ...]) -> None:
+        """A backward has reached the outputs of a forward."""
+        before = len(self._unmatched)
+        self._unmatched = [ref for ref in self._unmatched if ref() is not forward]
+        self._num_matched += before - len(self._unmatched)
+        self._on_backward()
+
+    def has_skipped(self, *, in_step: bool) -> bool:
+        """Whether this rank has skipped a backward pass, as far as it can tell now.
+
+        Where another forward begins on all ranks together (`in_step`), a graph that is still alive counts as well, if a
+        backward has always come before this point.
+        """
+        if self.num_unmatched <= self._accepted:
+            return False
+        is_freed = any(ref() is None for ref in self._unmatched)
+        return is_freed or (in_step and self.num_unmatched >= self._per_pass + self._accepted)
+
+    @property
+    def num_unmatched(self) -> int:
+        return len(self._unmatched)
+
+    def drop_skipped(self) -> None:
+        """Forgets the forwards of one skipped pass, which was aborted."""
+        del self._unmatched[: self._per_pass]
+
+    def accept_baseline(self) -> None:
+        """Takes the present number of unmatched forwards for normal: all ranks have skipped as many."""
+        self._accepted = self.num_unmatched
+
+    def reset_baseline(self) -> None:
+        """After a pass that succeeded: forgets matched and freed forwards; others may still get their backward."""
+        self._accepted = min(self._accepted, self.num_unmatched)
+        self._per_pass, self._num_matched = self._num_matched or self._per_pass, 0
+        self._unmatched = [ref for ref in self._unmatched if ref() is not None]
+
+    def clear(self) -> None:
+        """Forgets all forwards: the pass has failed."""
+        self._unmatched, self._num_matched = [], 0
