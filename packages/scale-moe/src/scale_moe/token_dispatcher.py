@@ -169,6 +169,8 @@ def plan_dispatch(
 def dispatch(tokens: Tensor, plan: DispatchPlan) -> Tensor:
     """Returns the rows [R, dim] of this rank's experts, by expert, for the tokens [T, dim]; all ranks call it.
 
+    Megatron's `token_permutation`; `combine` is its `token_unpermutation`.
+
     Examples:
         >>> import torch
         >>> from scale_core import Group

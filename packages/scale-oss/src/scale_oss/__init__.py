@@ -8,6 +8,15 @@ Below them:
 - `state_dict`: state by the plain optimizer's keys;
 - `chained_optimizer`: two optimizers for one model, as one;
 - `local_sgd`: ranks that train on their own between outer steps.
+
+The names of DistributedDataParallel's reducer, and ours:
+
+    prepare_for_backward     `Reducer.prepare`
+    autograd_hook            `Reducer._post_accumulate_grad`
+    mark_bucket_ready        `ReductionSchedule.mark_ready`
+    all_reduce_bucket        `ReductionSchedule._reduce_next`, `Bucket.reduce`: a reduce-scatter
+    finalize_bucket_dense    `Bucket.commit`
+    rebuild_buckets          `Reducer._rebuild_order`, which changes their order alone
 """
 
 import logging

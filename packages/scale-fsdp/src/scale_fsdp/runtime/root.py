@@ -112,7 +112,7 @@ class Root(UnitContext):
                 member.release()
 
     def record(self, phase: str, unit: Unit) -> None:
-        """A unit is about to start a collective; looks up the unit that the last pass gathered next."""
+        """Compares that all ranks are about to start this collective; then sets what `unshard` prefetches."""
         event = Event(phase, unit.name)
         try:
             self.contract.record(
@@ -121,12 +121,16 @@ class Root(UnitContext):
         except StepError as error:
             self.failure = error  # In a backward pass, autograd reports it to nobody.
             raise
-        history, self.next_prefetch = self.contract.history, []
+        self.next_prefetch = self.prefetched_units()
+
+    def prefetched_units(self) -> list[Unit]:
+        """The unit to prefetch: the one that the last pass of this kind gathered next, if this pass repeats it."""
+        history = self.contract.history
         if history.matches_last_order:
-            for next_phase, name in history.order[history.position :]:
-                if next_phase in GATHERING_PHASES and name in self.by_name:
-                    self.next_prefetch = [self.by_name[name]]
-                    break
+            for phase, name in history.order[history.position :]:
+                if phase in GATHERING_PHASES and name in self.by_name:
+                    return [self.by_name[name]]
+        return []
 
     def unshard(self, unit: Unit, phase: str) -> None:
         """Gathers a unit, the owners of its shared parameters, and units to prefetch; shows its full parameters."""

@@ -225,7 +225,7 @@ class P2PChannel:
     # Receiving.
 
     def post_receive(self, slot: Slot, peer: int) -> None:
-        """Posts the receive of a slot; does not wait."""
+        """Posts the receive of a slot (`irecv`); does not wait."""
         expected = None if self._on_device else self._metas.get(slot)
         is_packed = expected is not None and expected.is_packed
         size = expected.ranges[-1][1] if expected is not None and is_packed else _HEADER_BYTES
@@ -310,7 +310,7 @@ class P2PChannel:
     # Sending.
 
     def send(self, slot: Slot, peer: int, message: Message) -> None:
-        """Starts to send a message. Raises TypeError, with nothing sent, if a tensor in it can't be sent."""
+        """Starts to send a message (`isend`). Raises TypeError, with nothing sent, if a tensor in it can't be sent."""
         if fault_points.active is not None:
             fault_points.active("pipe.send", str(slot))
         known = self._metas.get(slot)
