@@ -120,8 +120,8 @@ class History:
         self._num_completed: dict[PassKind, int] = {}
         self.cycle: list[Pass] = []  # The complete passes since the last comparison
         self.predicts_nothing = False  # There is such a pass, and nothing says whether a forward or a backward is next
-        self._unpredictable: set[PassKind] = set()  # First passes after which programs go on in several ways
-        self._last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
+        self.unpredictable: set[PassKind] = set()  # First passes after which programs go on in several ways
+        self.last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
 
     @property
     def last_event(self) -> Event | None:
@@ -169,17 +169,17 @@ class History:
         self._num_completed[kind] = self.num_completed + 1
         self.cycle.append(ended)
         if closes:
-            self._last_cycles[self.cycle[0].kind], self.cycle = self.cycle, []
+            self.last_cycles[self.cycle[0].kind], self.cycle = self.cycle, []
         self._current, self.log = None, []
         first = self.cycle[0].kind if self.cycle else None
         self.predicts_nothing = (
             first is not None
-            and (first in self._unpredictable or not self._is_settled(self._last_cycles.get(first, [])))
+            and (first in self.unpredictable or not self.is_settled(self.last_cycles.get(first, [])))
             and len(self.cycle) <= _COMPARED_DIRECTIONS
         )
         self.orders[kind] = ended.events
 
-    def _is_settled(self, passes: Sequence[Pass]) -> bool:
+    def is_settled(self, passes: Sequence[Pass]) -> bool:
         """Whether these passes predict the order of transfers in the next ones of their kinds."""
         num_needed = 2 if self.in_order else 1
         return bool(passes) and all(self._num_completed.get(each.kind, 0) >= num_needed for each in passes)
@@ -189,47 +189,9 @@ class History:
         self.cycle, self._current, self.log = [], None, []
         self.predicts_nothing = False
 
-    def coming(self) -> list[Pass]:
-        """Between passes: the rest of the current cycle, if the last one, equal so far, went on with a backward."""
-        first = self.cycle[0].kind if self.cycle else None
-        last_cycle = [] if first is None or first in self._unpredictable else self._last_cycles.get(first, [])
-        if len(last_cycle) <= len(self.cycle) or not last_cycle[len(self.cycle)].kind.phase.startswith("backward"):
-            return []
-        are_alike = all(
-            last.kind == mine.kind and last.events == mine.events
-            for last, mine in zip(last_cycle, self.cycle, strict=False)
-        )
-        return last_cycle[len(self.cycle) :] if are_alike else []
-
     def mark_unpredictable(self, first: PassKind) -> None:
         """Records that programs go on in several ways after such a pass: the last cycle predicts nothing."""
-        self._unpredictable.add(first)
-
-    def remaining(self) -> list[Pass] | None:
-        """The rest of the current cycle, if it goes on as the last one did."""
-        if self._current is None:
-            return None
-        begun = [*self.cycle, self._current]
-        last_cycle = self._last_cycles.get(begun[0].kind, [])
-        if len(last_cycle) < len(begun) or not self._is_settled(last_cycle[len(self.cycle) :]):
-            return None
-        lefts = [_remaining_of(last, mine, self.in_order) for last, mine in zip(last_cycle, begun, strict=False)]
-        here = lefts[-1]
-        if here is None or any(left is None or left.log for left in lefts[:-1]):
-            return None
-        return [here, *last_cycle[len(begun) :]]
-
-
-def _remaining_of(last: Pass, mine: Pass, in_order: bool) -> Pass | None:
-    """The rest of a pass that repeats `last`; None where it has begun in another way."""
-    log = mine.log if in_order else mine.events
-    same_order = log == (last.log if in_order else last.events)[: len(log)]
-    left = list(last.log)
-    for entry in mine.log:
-        if entry not in left:
-            return None
-        left.remove(entry)
-    return Pass(last.kind, new_step=False, log=left) if same_order and mine.kind == last.kind else None
+        self.unpredictable.add(first)
 
 
 # The steps of optimizers.

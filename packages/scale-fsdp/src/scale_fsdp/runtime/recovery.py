@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from scale_core.consistency.all_ranks import all_gather_failures, format_abort, format_traceback
 from scale_core.consistency.backward_pass import PassStatus, end_pass
-from scale_core.consistency.execution_order import END, Event, Pass
+from scale_core.consistency.execution_order import END, Event, History, Pass
 from scale_core.errors import ScaleDistributedError, StepError
 from scale_core.flat.buffer import State
 from scale_core.hooks.gradients import has_reduced_grad_hooks, is_consumed_in_backward
@@ -71,7 +71,7 @@ def end_skipped_backward(root: UnitContext) -> None:
         if any(contract.directions(is_backward=False)):
             _forget_pass(root)
         return
-    first, coming = contract.history.cycle[0].kind, contract.history.coming()
+    first, coming = contract.history.cycle[0].kind, coming_passes(contract.history)
     if not coming or any(unit.kept_unsharded or unit.backward_unobserved for unit in root.units):
         return  # They have to stay gathered.
     pending = [unit.pending_backwards for unit in root.units]
@@ -135,7 +135,48 @@ def precedes_update(root: UnitContext, event: Event) -> bool:
 
 def _remaining(root: UnitContext) -> list[Pass] | None:
     """The events that the others expect of this rank until all compare again; None if unknown."""
-    return root.contract.history.remaining()
+    return remaining_passes(root.contract.history)
+
+
+def remaining_passes(history: History) -> list[Pass] | None:
+    """The rest of the current cycle, if it goes on as the last one did."""
+    if not history.is_open:
+        return None
+    begun = [*history.cycle, history.current]
+    last_cycle = history.last_cycles.get(begun[0].kind, [])
+    if len(last_cycle) < len(begun) or not history.is_settled(last_cycle[len(history.cycle) :]):
+        return None
+    lefts = [_rest_of(last, current, history.in_order) for last, current in zip(last_cycle, begun, strict=False)]
+    left_now = lefts[-1]
+    if left_now is None or any(left is None or left.log for left in lefts[:-1]):
+        return None
+    return [left_now, *last_cycle[len(begun) :]]
+
+
+def coming_passes(history: History) -> list[Pass]:
+    """Between passes: the rest of the current cycle, if the last one, equal so far, went on with a backward."""
+    first = history.cycle[0].kind if history.cycle else None
+    last_cycle = [] if first is None or first in history.unpredictable else history.last_cycles.get(first, [])
+    num_begun = len(history.cycle)
+    if len(last_cycle) <= num_begun or not last_cycle[num_begun].kind.phase.startswith("backward"):
+        return []
+    are_equal = all(
+        last.kind == current.kind and last.events == current.events
+        for last, current in zip(last_cycle, history.cycle, strict=False)
+    )
+    return last_cycle[num_begun:] if are_equal else []
+
+
+def _rest_of(last: Pass, current: Pass, in_order: bool) -> Pass | None:
+    """The rest of a pass that repeats `last`; None where it has begun in another way."""
+    log = current.log if in_order else current.events
+    same_order = log == (last.log if in_order else last.events)[: len(log)]
+    left = list(last.log)
+    for entry in current.log:
+        if entry not in left:
+            return None
+        left.remove(entry)
+    return Pass(last.kind, new_step=False, log=left) if same_order and current.kind == last.kind else None
 
 
 def _start_last_event(root: UnitContext) -> None:

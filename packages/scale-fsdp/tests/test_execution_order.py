@@ -1,10 +1,11 @@
-"""contract.py: what comes next, foretold from the passes before."""
+"""recovery.py: the passes that other ranks expect, from the history of those before."""
 
 from __future__ import annotations
 
 import pytest
 
 from scale_core.consistency.execution_order import Event, History, LogEntry, PassKind
+from scale_fsdp.runtime.recovery import coming_passes, remaining_passes
 
 FORWARD, BACKWARD = PassKind("forward", True, True), PassKind("backward", True, True)
 EVALUATION = PassKind("forward", False, False)
@@ -27,7 +28,7 @@ def words(log: list[LogEntry]) -> str:
 
 
 def rest(history: History) -> list[str] | None:
-    left = history.remaining()
+    left = remaining_passes(history)
     return None if left is None else [words(each.log) for each in left]
 
 
@@ -58,7 +59,7 @@ def test_the_rest_of_a_cycle_is_that_of_the_last_one() -> None:
     history = trained()
     run(history, FORWARD, "AaB", ends=False)
     assert rest(history) == ["b", "bBaA"]
-    left = history.remaining()
+    left = remaining_passes(history)
     assert left is not None and [(each.kind, each.new_step) for each in left] == [(FORWARD, False), (BACKWARD, False)]
     run(history, FORWARD, "AaBb")
     run(history, BACKWARD, "", ends=False)
@@ -140,7 +141,7 @@ def test_what_has_begun_to_move_since_the_last_event_is_known() -> None:
 
 
 def coming(history: History) -> list[PassKind]:
-    return [each.kind for each in history.coming()]
+    return [each.kind for each in coming_passes(history)]
 
 
 def test_a_backward_is_expected_after_the_forwards_of_a_cycle() -> None:
