@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scale_core.comm.collectives import UNIT_TAGS
-from scale_core.consistency.execution_order import END, Event, fingerprint_of, message_tag, unit_title
+from scale_core.comm.collectives import UNIT_TAGS, fingerprint_of
+from scale_core.consistency.execution_order import END, Event, message_tag, unit_title
 
 
 def test_an_identity_is_equal_in_every_process() -> None:

@@ -1,4 +1,4 @@
-"""contract_errors.py: steps of optimizers are told apart by what decides them, and by nothing else."""
+"""step_hooks.py: steps of optimizers are told apart by what decides them, and by nothing else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from scale_core.consistency.contract_errors import describe_difference
-from scale_core.consistency.execution_order import OptimizerSteps, are_different, have_diverged
+from scale_core.optim.step_differences import describe_difference
+from scale_core.optim.step_hooks import OptimizerSteps, have_diverged
 
 WEIGHT, BIAS = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(1))
 NAMED = [("weight", WEIGHT), ("bias", BIAS), ("empty", nn.Parameter(torch.ones(0)))]
@@ -52,7 +52,7 @@ def test_the_number_of_steps_and_their_order_count() -> None:
     sgd, adam = SGD([WEIGHT], lr=0.1), Adam([BIAS], lr=0.1)
     variants = [steps_of(*optimizers) for optimizers in ((sgd,), (sgd, sgd), (sgd, adam), (adam, sgd))]
     assert len({steps.status() for steps in variants}) == 4
-    assert are_different([steps.status() for steps in variants[:2]])
+    assert OptimizerSteps.differ([steps.status() for steps in variants[:2]])
 
 
 class Around(SGD):

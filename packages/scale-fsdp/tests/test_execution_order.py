@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scale_core.consistency.execution_order import Event, History, LogEntry, PassKind
+from scale_core.consistency.contract import History
+from scale_core.consistency.execution_order import Event, LogEntry, PassKind
 from scale_fsdp.runtime.recovery import coming_passes, remaining_passes
 
 FORWARD, BACKWARD = PassKind("forward", True, True), PassKind("backward", True, True)

@@ -13,9 +13,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
-from scale_core.comm.collectives import exchange, exchange_text, peer_to_peer
+from scale_core.comm.collectives import exchange, exchange_text, fingerprint_of, peer_to_peer
 from scale_core.comm.group import Group, GroupLike, group_of
-from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.errors import ContractError
 from scale_core.hooks.autograd import register_post_backward
 from scale_core.hooks.gradients import lacks_autograd_hooks

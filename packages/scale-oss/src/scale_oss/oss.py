@@ -30,6 +30,7 @@ from scale_core.consistency.flight_recorder import next_unique_id
 from scale_core.errors import renamed_arguments
 from scale_core.optim.clip_grad import MeasuredGradient, check_max_norm, clip_factor, norm_of, scale_gradients
 from scale_core.optim.step_checks import allow_full_state
+from scale_core.optim.step_hooks import OptimizerSteps
 from scale_core.optim.traits import check_kind, constructor_arguments, is_elementwise
 from scale_core.shard import as_local, on_local_tensors, stages_of
 from scale_oss.buckets.bucket import Bucket
@@ -126,7 +127,7 @@ class OSS(OSSStep):
         )
         check_no_layer_shards(self.param_groups, self.shard_group)
         self.contract = Contract(self.shard_group, options.limit_seconds)
-        self.recorded_steps = self.contract.recorded_steps
+        self.recorded_steps = self.contract.recorded_steps = OptimizerSteps()
         self._check_same_arguments()
         self._assigner = BucketAssigner(
             self.shard_group,

@@ -24,7 +24,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.consistency.execution_order import Event
 from scale_core.hooks.autograd import in_backward
 from scale_core.optim.step_checks import invalidate_cache
-from scale_core.optim.step_hooks import watch_optimizers
+from scale_core.optim.step_hooks import OptimizerSteps, watch_optimizers
 from scale_core.sharded_tensor.tensor import is_sharded
 from scale_oss.buckets.bucket import Bucket
 from scale_oss.ddp_checks import (
@@ -220,11 +220,12 @@ class ShardedDataParallel(nn.Module):
 
     def _attach_optimizers(self) -> None:
         """Tells the optimizers that their gradients are averaged here."""
+        recorded_steps = self._contract.recorded_steps = OptimizerSteps()
         for optimizer in self.sharded_optimizers:
             optimizer.gets_reduced_gradients = True
             optimizer.waits_in_step = not self._overlaps
             optimizer.reduced_by = weakref.ref(self)
-            optimizer.recorded_steps = self._contract.recorded_steps
+            optimizer.recorded_steps = recorded_steps
 
     def _register_hooks(self) -> None:
         """Registers hooks of the model, of its modules and of the optimizers of this process."""

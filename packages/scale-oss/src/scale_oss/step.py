@@ -21,8 +21,9 @@ from scale_core.compat import profiler_runs
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import compare_replicas
-from scale_core.consistency.execution_order import OptimizerSteps, message_tag
+from scale_core.consistency.execution_order import message_tag
 from scale_core.errors import ScaleDistributedError, recovery_hint
+from scale_core.optim.step_hooks import OptimizerSteps
 from scale_core.optim.traits import KINDS
 from scale_core.shard import as_local, on_local_tensors
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad

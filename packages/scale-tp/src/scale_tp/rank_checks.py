@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from scale_core.comm.collectives import exchange
+from scale_core.comm.collectives import exchange, fingerprint_of
 from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.contract_errors import SAME_TRAINED
-from scale_core.consistency.execution_order import are_different, fingerprint_of
 from scale_core.errors import TransferError
 from scale_core.shard import Placement, shard_of
 from scale_tp.failed_pass import add_explanation
@@ -29,6 +28,7 @@ def compare_optimizer_steps(contract: Contract, named_params: Callable[[], Itera
     if contract.group.backend == "fake" or active_fake_mode() is not None:
         return
     steps = contract.recorded_steps
+    assert steps is not None
     trained = [name for name, param in named_params() if param.requires_grad]
     # No other record has so many integers, so that none of another check is taken for this one.
     record = [steps.status(), fingerprint_of(*trained), *[0] * 6]
@@ -40,7 +40,7 @@ def compare_optimizer_steps(contract: Contract, named_params: Callable[[], Itera
     statuses, fingerprints = ([row[column] for row in rows] for column in range(2))
     if len(set(fingerprints)) > 1:
         contract.check_equal("which parameters train", trained, SAME_TRAINED)
-    if are_different(statuses):
+    if steps.differ(statuses):
         contract.named_params = named_params
         contract.compare_steps()
     else:

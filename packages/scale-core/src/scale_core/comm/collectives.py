@@ -12,6 +12,7 @@ passed, so no tag there is free for us.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
@@ -377,6 +378,14 @@ def _divisor_before(dtype: torch.dtype, size: float) -> int:
 
 # The control plane: a few integers or a text from every rank to every rank, on the host. It is used in every pass,
 # so it is fast, and it ends with an error, never with an abort, where ranks are at different places.
+
+FINGERPRINT_MASK = (1 << 62) - 1
+
+
+def fingerprint_of(*words: object) -> int:
+    """A number of 62 bits, equal in every process (Python's own hash is salted)."""
+    digest = hashlib.blake2b("\0".join(map(str, words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & FINGERPRINT_MASK
 
 
 def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None = None) -> list[list[int]]:

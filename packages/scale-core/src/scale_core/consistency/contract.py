@@ -17,6 +17,7 @@ A rank that fails in a pass in which each event is compared says so at the next 
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from typing import NamedTuple, NoReturn
 
 from torch import Tensor
 
-from scale_core.comm.collectives import exchange, exchange_text
+from scale_core.comm.collectives import exchange, exchange_text, fingerprint_of
 from scale_core.comm.group import Group
 from scale_core.comm.group_state import CallLog
 from scale_core.comm.work import limit_of
@@ -36,29 +37,128 @@ from scale_core.consistency.contract_errors import (
     unequal_calls,
     unequal_events,
     unequal_lines,
-    unequal_steps,
 )
 from scale_core.consistency.execution_order import (
     END,
     Event,
-    History,
-    OptimizerSteps,
+    LogEntry,
+    Pass,
     PassKind,
-    are_different,
-    fingerprint_of,
 )
 from scale_core.consistency.flight_recorder import FlightRecorder, RankRecord, format_failures
 from scale_core.consistency.late_ranks import late_ranks_by_environment
 from scale_core.consistency.same_call import calls_that_differ, forget_calls
-from scale_core.errors import ScaleDistributedError, StepError, TransferError
+from scale_core.consistency.step_record import StepRecord
+from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 
 _CHECKED_PASSES = 2
+# In this many passes of a cycle that is not predicted, ranks compare whether forwards or backwards follow.
+_COMPARED_DIRECTIONS = 8
 # All events since the last comparison, to name the first difference; that may be after very many passes.
 _KEPT_EVENTS = 10_000
 # All records have one length: gloo can't take a message of another one, and ranks may be at different places.
 _NOTES = 4
 _FAILED = fingerprint_of("this rank has failed")
 _LONGEST_REASON = 300
+
+
+class History:
+    """This rank's passes: the last complete one of each kind, and the cycle between two comparisons.
+
+    Training repeats itself: a forward, a backward, perhaps several of both until gradients are reduced. So the order of
+    the last pass of a kind predicts the next event in this one, and the last complete cycle of passes predicts the
+    events that all ranks run until they compare again.
+
+    Args:
+        in_order: Transfers match by their order, and not by tags. Then one pass of a kind predicts nothing: the second
+            one prefetches units that the first one has gathered late, so the order of transfers settles there.
+    """
+
+    def __init__(self, *, in_order: bool = False) -> None:
+        self.in_order = in_order
+        self.order: list[Event] = []  # The events of the last complete pass of the current kind; empty before the first
+        self.position = 0  # How many events the current pass has had
+        self.matches_last_order = False  # Whether it has kept to that order, so that its next event is predicted
+        self.num_completed = 0  # The number of complete passes of the current kind
+        self.orders: dict[PassKind, list[Event]] = {}  # The events of the last complete pass of each kind
+        self.log: list[LogEntry] = []  # That of the current pass; whoever starts a transfer adds it here
+        self._current: Pass | None = None
+        self._num_completed: dict[PassKind, int] = {}
+        self.cycle: list[Pass] = []  # The complete passes since the last comparison
+        self.predicts_nothing = False  # There is such a pass, and nothing says whether a forward or a backward is next
+        self.unpredictable: set[PassKind] = set()  # First passes after which programs go on in several ways
+        self.last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
+
+    @property
+    def last_event(self) -> Event | None:
+        """The last event of the current pass; None outside of one, or before the first."""
+        events = self._current.events if self._current is not None else []
+        return events[-1] if events else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a pass runs now."""
+        return self._current is not None
+
+    @property
+    def transfers(self) -> list[Event]:
+        """The transfers started since the last event of the current pass."""
+        since = itertools.takewhile(lambda entry: entry.is_transfer, reversed(self.log))
+        return [entry.event for entry in since][::-1]
+
+    @property
+    def current(self) -> Pass:
+        """The current pass."""
+        assert self._current is not None, "recorded an event outside of a pass"
+        return self._current
+
+    def begin(self, kind: PassKind, new_step: bool) -> None:
+        """Begins a pass; one that was left in the middle is forgotten."""
+        self._current = Pass(kind, new_step)
+        self.log = self._current.log
+        self.order = self.orders.get(kind, [])
+        self.position = 0
+        self.num_completed = self._num_completed.get(kind, 0)
+        self.matches_last_order = self.num_completed > 0
+
+    def add(self, event: Event) -> None:
+        """Records a phase of a unit."""
+        assert self._current is not None, "recorded an event outside of a pass"
+        expected = self.order[self.position] if self.position < len(self.order) else None
+        self.matches_last_order = self.matches_last_order and event == expected
+        self.position += 1
+        self._current.events.append(event)
+        self.log.append(LogEntry(event, is_transfer=False))
+
+    def end(self, *, closes: bool) -> None:
+        """Ends the current pass; `closes` ends the cycle as well."""
+        ended, kind = self.current, self.current.kind
+        self._num_completed[kind] = self.num_completed + 1
+        self.cycle.append(ended)
+        if closes:
+            self.last_cycles[self.cycle[0].kind], self.cycle = self.cycle, []
+        self._current, self.log = None, []
+        first = self.cycle[0].kind if self.cycle else None
+        self.predicts_nothing = (
+            first is not None
+            and (first in self.unpredictable or not self.is_settled(self.last_cycles.get(first, [])))
+            and len(self.cycle) <= _COMPARED_DIRECTIONS
+        )
+        self.orders[kind] = ended.events
+
+    def is_settled(self, passes: Sequence[Pass]) -> bool:
+        """Whether these passes predict the order of transfers in the next ones of their kinds."""
+        num_needed = 2 if self.in_order else 1
+        return bool(passes) and all(self._num_completed.get(each.kind, 0) >= num_needed for each in passes)
+
+    def reset(self) -> None:
+        """Drops the current cycle; the last complete one stays."""
+        self.cycle, self._current, self.log = [], None, []
+        self.predicts_nothing = False
+
+    def mark_unpredictable(self, first: PassKind) -> None:
+        """Records that programs go on in several ways after such a pass: the last cycle predicts nothing."""
+        self.unpredictable.add(first)
 
 
 class _RecordedEvent(NamedTuple):
@@ -105,7 +205,7 @@ class Contract:
         self.limit_seconds = limit_of(group.process_group, limit_seconds)
         self.step = 0
         self.history = History(in_order=group.backend not in ("gloo", "none"))
-        self.recorded_steps = OptimizerSteps()
+        self.recorded_steps: StepRecord | None = None  # Set where optimizers step on the model.
         # This rank's parameters, with names that are the same on all ranks; whose they are says so.
         self.named_params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         # Parameters that train, or do not, otherwise than when the ranks compared the model.
@@ -204,7 +304,7 @@ class Contract:
         rows = [list(notes)]
         if not self.is_single_rank:
             # The pass is over only then: one that is aborted here was none, on any rank.
-            rows = self._compare(END, self._fingerprint(), (self.recorded_steps.status(), *notes))
+            rows = self._compare(END, self._fingerprint(), (self._step_status(), *notes))
             self._check_steps([row.pop(0) for row in rows])
             if self._late_ranks is not None:
                 self._late_ranks.step()
@@ -217,7 +317,7 @@ class Contract:
         """Compares the steps of optimizers, where no pass does. Raises ContractError where they differ."""
         if not self.is_single_rank:
             with self.waiting("the step of an optimizer"):
-                record = [self.recorded_steps.status(), 0, 0]  # No other record has three integers.
+                record = [self._step_status(), 0, 0]  # No other record has three integers.
                 rows = exchange(record, self.group, limit_seconds=self.limit_seconds)
             self._check_steps([row[0] for row in rows])
 
@@ -235,16 +335,21 @@ class Contract:
             if difference:
                 raise self._fail(unequal_calls(difference, self.step, self.group.rank))
 
+    def _step_status(self) -> int:
+        return 0 if self.recorded_steps is None else self.recorded_steps.status()
+
     def _check_steps(self, statuses: Sequence[int]) -> None:
         """Raises where ranks have taken different steps on one parameter, or on their parts after equal ones."""
-        if are_different(statuses):
+        steps = self.recorded_steps
+        if steps is None:
+            return
+        if steps.differ(statuses):
             with self.waiting("the comparison of optimizers' steps"):
-                error = unequal_steps(
-                    self.recorded_steps, statuses, self.named_params(), self.group, self.step, self.limit_seconds
-                )
-            if error is not None:
-                raise self._fail(error)
-        self.recorded_steps.end(statuses)
+                text = steps.difference(statuses, self.named_params(), self.group, self.limit_seconds)
+            if text:
+                where = f"step {self.step}: " if self.step else ""
+                raise self._fail(ContractError(f"{where}{text}", step=self.step, rank=self.group.rank))
+        steps.end(statuses)
 
     def end_unchecked(self) -> None:
         """Ends the pass without a comparison; the next `end_checked` covers it."""

@@ -1,18 +1,13 @@
-"""The errors of a `Contract`: ranks or their optimizers that do different things, and transfers that have failed.
+"""The errors of a `Contract`: ranks that do different things, and transfers that have failed.
 
 Each names the first difference, by rank, and the change of the program that mends it.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from scale_core.comm.collectives import exchange_text
-from scale_core.comm.group import Group
-from scale_core.consistency.execution_order import Event, OptimizerSteps, StepsByName, have_diverged
+from scale_core.consistency.execution_order import Event
 from scale_core.consistency.flight_recorder import (
     FlightRecorder,
     RankRecord,
@@ -45,12 +40,6 @@ _ON_ONE_RANK = (
     "ShardedDataParallel that rank can call model.module(batch)"
 )
 
-_SAME_STEPS = (
-    "Each rank has updated its part of the model in its own way, and no single process would train this model. Let an "
-    "optimizer's step depend on values that are equal on all ranks: for example, average the validation loss over the "
-    "ranks before scheduler.step(loss). Then go back to the last checkpoint"
-)
-
 
 def unequal_lines(places: Sequence[RankRecord], what: str, mending: str) -> ContractError:
     """Ranks differ in `what` they have built, or are at different places in the program."""
@@ -74,54 +63,6 @@ def unequal_calls(difference: str, step: int, rank: int) -> ContractError:
     """Ranks have called layers that are parallel over them in different orders, or with different inputs."""
     message = f"step {step}: the ranks made different calls: {difference}. {_SAME_CALLS}"
     return ContractError(message, step=step, rank=rank)
-
-
-def unequal_steps(
-    steps: OptimizerSteps,
-    statuses: Sequence[int],
-    named_params: Iterable[tuple[str, Tensor]],
-    group: Group,
-    step: int,
-    limit_seconds: float,
-) -> ContractError | None:
-    """Optimizers have stepped differently on one parameter, or on their parts after equal steps; None if not.
-
-    All ranks call it together where their `statuses` differ.
-    """
-    text = json.dumps([steps.by_name(named_params), steps.of_part()])
-    texts = exchange_text(text, group, limit_seconds=limit_seconds)
-    by_name, of_parts = zip(*map(json.loads, texts), strict=True)
-    difference = describe_difference(by_name)
-    if not difference and have_diverged(statuses):
-        difference = describe_difference(of_parts)
-    if not difference:
-        return None
-    where = f"step {step}: " if step else ""
-    return ContractError(f"{where}{difference}", step=step, rank=group.rank)
-
-
-def describe_difference(steps_of_ranks: Sequence[StepsByName]) -> str:
-    """Says for the first parameter on which ranks have stepped differently the steps of each; "" if there is none.
-
-    Ranks may have elements of different parameters, and optimizers of those alone.
-    """
-    for name in dict.fromkeys(name for steps in steps_of_ranks for name in steps):
-        holders = [steps[name] for steps in steps_of_ranks if name in steps]
-        if all(steps == holders[0] for steps in holders):
-            continue
-        options = [dict(texts) for steps in holders for _, texts in steps]
-        same = {key for key in options[0] if all(each.get(key) == options[0][key] for each in options)}
-        texts = [_described(steps[name], same) if name in steps else "no element" for steps in steps_of_ranks]
-        return f"the ranks have stepped differently on {name} since they last compared: {by_rank(texts)}. {_SAME_STEPS}"
-    return ""
-
-
-def _described(steps: Sequence[tuple[str, Mapping[str, str]]], same: set[str]) -> str:
-    texts = []
-    for kind, options in steps:
-        differing = ", ".join(f"{name}={value}" for name, value in options.items() if name not in same)
-        texts.append(f"{kind} with {differing}" if differing else kind)
-    return f"{len(texts)} steps, {', '.join(texts)}" if len(texts) > 1 else (texts or ["no step"])[0]
 
 
 def broken_group(first_error: str, step: int, rank: int) -> ScaleDistributedError:

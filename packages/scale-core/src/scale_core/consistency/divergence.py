@@ -24,11 +24,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from scale_core import compat
 from scale_core.arguments import checked_arguments
-from scale_core.comm.collectives import broadcast, exchange
+from scale_core.comm.collectives import broadcast, exchange, fingerprint_of
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import all_gather_json
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.execution_order import Event, fingerprint_of
+from scale_core.consistency.execution_order import Event
 from scale_core.consistency.flight_recorder import by_rank
 from scale_core.errors import DivergenceError, recovery_hint
 from scale_core.shard import Placement, names_of_stages, on_local_tensors, shard_of, stages_of, wait_for

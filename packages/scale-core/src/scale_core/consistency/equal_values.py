@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from scale_core import compat
-from scale_core.comm.collectives import exchange
+from scale_core.comm.collectives import exchange, fingerprint_of
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import Divergence, digests_of, divergence_error
-from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.shard import on_local_tensors, wait_for
 
 FIRST_PASSES = 3

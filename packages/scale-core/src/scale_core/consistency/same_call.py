@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from scale_core import compat
-from scale_core.comm.collectives import exchange, exchange_text
+from scale_core.comm.collectives import exchange, exchange_text, fingerprint_of
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.group_state import CallLog, group_state
-from scale_core.consistency.execution_order import Event, fingerprint_of, message_tag
+from scale_core.consistency.execution_order import Event, message_tag
 
 
 def check_same_call(what: str, signature: str, group: Group, *, each_time: bool = False) -> int:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from scale_core import uneven_inputs
 from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather
 from scale_core.comm.group import Group
-from scale_core.consistency.execution_order import OptimizerSteps
 from scale_core.device import buffer_pool
 from scale_core.device.streams import copy_over
 from scale_core.flat.gradient import PlainReduceScatter, view_of
@@ -29,6 +28,7 @@ from scale_core.flat.storage import FlatStorage
 from scale_core.flat.transport import ShardTransport
 from scale_core.hooks.gradients import call_local_grad_hooks, gradient_hooks
 from scale_core.optim.error_feedback import ErrorFeedback
+from scale_core.optim.step_hooks import OptimizerSteps
 from scale_core.shard import as_local
 
 

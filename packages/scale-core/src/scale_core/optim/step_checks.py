@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
-from scale_core.consistency.execution_order import OptimizerSteps, with_inner
 from scale_core.live_objects import live_objects, register_live
 from scale_core.optim.traits import is_known_elementwise, known_bases
 from scale_core.optim.trial_step import check_first_step
@@ -57,8 +56,8 @@ class StepRecorder(Protocol):
     """Whoever compares the steps of optimizers on some parameters between ranks; see `register_step_recorder`."""
 
     @property
-    def recorded_steps(self) -> OptimizerSteps:
-        """The steps since the last comparison."""
+    def recorded_steps(self) -> Any:
+        """The `OptimizerSteps` since the last comparison."""
 
     def params(self) -> Iterable[Tensor]:
         """The parameters as they are now."""
@@ -231,3 +230,15 @@ def _refuse_divided(optimizer: torch.optim.Optimizer) -> None:
 def runs_on_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer is one of ours, whose step knows about shards by itself."""
     return type(optimizer).__module__.partition(".")[0].startswith(("scale_", "fairscale"))
+
+
+def with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Returns the optimizer, and the optimizers in its attributes, which it steps."""
+    optimizers = [optimizer]
+    for each in optimizers:  # It grows.
+        for value in vars(each).values():
+            members = value if isinstance(value, list | tuple) else (value,)
+            optimizers += (
+                inner for inner in members if isinstance(inner, torch.optim.Optimizer) and inner not in optimizers
+            )
+    return optimizers

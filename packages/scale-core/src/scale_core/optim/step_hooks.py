@@ -1,18 +1,22 @@
-"""What happens around the step of an optimizer of torch: it is checked, runs on plain tensors, and is counted.
+"""What happens around the step of an optimizer of torch: it is checked, runs on plain tensors, and is recorded.
 
 A `ShardedParameter` answers for the full parameter, which costs a call of Python for each attribute that is read. An
 optimizer that is known to update each element by itself needs none of that, so its `step` runs where shards are plain
 tensors, at no cost. Hooks around the step, and functions that schedulers and others put around it, see shards as
-everywhere. `step_checks` has the checks, which run at the first step.
+everywhere. `step_checks` has the checks, which run at the first step. `OptimizerSteps` records each step: ranks compare
+them at the end of the next pass (`Contract.end_checked`), and `step_differences` says what differs.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from typing import Any, cast
+from numbers import Integral, Real
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,8 +24,18 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from scale_core.comm.collectives import FINGERPRINT_MASK, exchange_text, fingerprint_of
+from scale_core.comm.group import Group
 from scale_core.compat import graph_task_id
-from scale_core.optim.step_checks import CheckResult, OptimizerRecord, check_optimizer, params_of, shard_owners
+from scale_core.optim.step_checks import (
+    CheckResult,
+    OptimizerRecord,
+    check_optimizer,
+    params_of,
+    shard_owners,
+    with_inner,
+)
+from scale_core.optim.step_differences import StepsByName, describe_difference
 from scale_core.optim.traits import is_known_elementwise, is_per_param_number
 from scale_core.shard import RECORD, as_local, is_divided, on_local_tensors, shard_of
 from scale_core.sharded_tensor.tensor import is_sharded, mark_sharded
@@ -274,3 +288,147 @@ def step_on_local_tensors(optimizer: Optimizer) -> None:
         vars(optimizer)["step"] = BoundMethod(optimizer, "step", _local_step)
         wrap_state(optimizer)
         optimizer.register_load_state_dict_post_hook(wrap_state)
+
+
+# The steps that ranks compare.
+
+# Options of the implementation of a step, not of its result.
+_IMPLEMENTATIONS = frozenset(("foreach", "fused", "capturable", "differentiable"))
+_RATES = {"lr": None, "initial_lr": None}  # Of all groups; a scheduler keeps the first rate in the latter.
+_KEPT_STEPS = 1000  # since the last comparison
+_FLAGS = 2
+_HAS_ANY, _KEEPS_STRUCTURE = 1, 2
+
+
+class _Step(NamedTuple):
+    """A step that an optimizer has taken."""
+
+    optimizer: int  # Its id.
+    kind: str
+    names: Sequence[str]  # Of the hyperparameters.
+    options: Sequence[tuple[Any, ...]]  # The hyperparameters of its groups, equal ones once.
+    numbers: Sequence[int]  # Of each group, the number of its options.
+    params: Sequence[Sequence[Tensor]]  # Of each group.
+
+    @property
+    def groups(self) -> Iterator[tuple[Mapping[str, str], Sequence[Tensor]]]:
+        """The hyperparameters of each group, as text, and its parameters."""
+        texts = [dict(zip(self.names, map(repr, values), strict=True)) for values in self.options]
+        return ((texts[number], params) for number, params in zip(self.numbers, self.params, strict=True))
+
+    def values(self, name: str) -> list[Any]:
+        """Returns the values of a hyperparameter, equal ones of groups perhaps once."""
+        position = self.names.index(name)
+        return [values[position] for values in self.options]
+
+
+class OptimizerSteps:
+    """The steps on one model since its ranks compared them."""
+
+    def __init__(self) -> None:
+        self._has_any = False  # An optimizer has ever stepped.
+        self._equal_structure = 0  # That of steps that were equal on all ranks that made some.
+        self._steps: deque[_Step] = deque(maxlen=_KEPT_STEPS)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Records a step, in place of the steps of optimizers that it consists of."""
+        if any(step.optimizer != id(optimizer) for step in self._steps):
+            inner = set(map(id, with_inner(optimizer)[1:]))
+            self._steps = deque((step for step in self._steps if step.optimizer not in inner), maxlen=_KEPT_STEPS)
+        names = [name for name in {**optimizer.defaults, **_RATES} if name not in _IMPLEMENTATIONS]
+        plain_of: dict[Any, tuple[Any, ...]] = {}  # There may be a group for each parameter, of few different values.
+        number_of: dict[tuple[Any, ...], int] = {}
+        numbers = []
+        for group in optimizer.param_groups:
+            values = tuple(map(group.get, names))
+            try:
+                plain = plain_of.get(values) or plain_of.setdefault(values, _plain(values))
+            except TypeError:  # A list can't be hashed.
+                plain = _plain(values)
+            numbers.append(number_of.setdefault(plain, len(number_of)))
+        params = [group["params"] for group in optimizer.param_groups]
+        self._steps.append(_Step(id(optimizer), type(optimizer).__name__, names, list(number_of), numbers, params))
+        self._has_any = True
+
+    def mark_failed(self, error: Exception) -> None:
+        """Records that the last step has raised, perhaps on this rank alone."""
+        if self._steps:
+            last = self._steps.pop()
+            self._steps.append(last._replace(kind=f"{last.kind} that failed with {type(error).__name__}"))
+
+    def status(self) -> int:
+        """Returns a number that is equal where kinds, hyperparameters and the number of steps are."""
+        fingerprint = fingerprint_of(*(step[1:-1] for step in self._steps)) if self._steps else 0
+        keeps_structure = self._equal_structure and self._structure() in (0, self._equal_structure)
+        return fingerprint << _FLAGS & FINGERPRINT_MASK | bool(keeps_structure) << 1 | self._has_any
+
+    @staticmethod
+    def differ(statuses: Sequence[int]) -> bool:
+        """Whether some ranks have made other steps than others."""
+        return len({status >> _FLAGS for status in statuses}) > 1
+
+    def difference(
+        self, statuses: Sequence[int], named_params: Iterable[tuple[str, Tensor]], group: Group, limit_seconds: float
+    ) -> str:
+        """Says how steps on one parameter differ, or on the ranks' parts after equal steps; "" if they do not.
+
+        All ranks call it together where their `statuses` differ.
+        """
+        text = json.dumps([self.by_name(named_params), self.of_part()])
+        by_name, of_parts = zip(*map(json.loads, exchange_text(text, group, limit_seconds=limit_seconds)), strict=True)
+        return describe_difference(by_name) or (describe_difference(of_parts) if have_diverged(statuses) else "")
+
+    def end(self, statuses: Sequence[int]) -> None:
+        """Forgets the steps, which were compared: these are the ranks' statuses."""
+        fingerprints = {status >> _FLAGS for status in statuses if status & _HAS_ANY}
+        if len(fingerprints) == 1 and 0 not in fingerprints:
+            self._equal_structure = self._structure()
+        self._steps.clear()
+
+    def _structure(self) -> int:
+        """Returns a number that is equal where optimizers of the same kinds and groups began equal and have stepped.
+
+        0 is for no step, and for one with a learning rate of 0, as at the start of a warmup.
+        """
+        if not self._steps or any(0 in step.values("lr") for step in self._steps):
+            return 0
+        return fingerprint_of(*((step.kind, len(step.numbers), step.values("initial_lr")) for step in self._steps))
+
+    def params(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the parameters of the optimizers that have stepped since the last comparison, each with their kind."""
+        return ((step.kind, param) for step in self._steps for params in step.params for param in params)
+
+    def of_part(self) -> StepsByName:
+        """Returns all steps, where ranks hold different parameters."""
+        return {"their parts of the model": [(step.kind, texts) for step in self._steps for texts, _ in step.groups]}
+
+    def by_name(self, named: Iterable[tuple[str, Tensor]]) -> StepsByName:
+        """Returns the steps on the parameters of which this rank has elements; ranks have the same names."""
+        with torch._C.DisableTorchFunctionSubclass():  # An empty part has no element, whatever the full shape is.
+            names = {id(param): f"'{name}'" for name, param in named if param.numel()}
+        steps: dict[str, list[tuple[str, Mapping[str, str]]]] = {name: [] for name in names.values()}
+        for step in self._steps:
+            for texts, params in step.groups:
+                for name in (names[id(param)] for param in params if id(param) in names):
+                    steps[name].append((step.kind, texts))
+        return steps
+
+
+def have_diverged(statuses: Sequence[int]) -> bool:
+    """Whether optimizers that have made equal steps on all ranks with some do so no more.
+
+    Ranks with different parameters may have different optimizers, or none. So those count that began equal.
+    """
+    stepping = [status for status in statuses if status & _HAS_ANY]
+    return OptimizerSteps.differ(stepping) and all(status & _KEEPS_STRUCTURE for status in stepping)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value as Python's own, so that equal ones have one text; "" for values without a text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, Tensor):  # A wait for another device would be a wait in every step.
+        return _plain(value.item()) if value.device.type == "cpu" and value.numel() == 1 else ""
+    if isinstance(value, Integral | Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return tuple(map(_plain, value)) if isinstance(value, tuple | list) else ""

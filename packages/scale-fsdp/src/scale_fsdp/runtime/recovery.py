@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from scale_core.consistency.all_ranks import all_gather_failures, format_abort, format_traceback
 from scale_core.consistency.backward_pass import PassStatus, end_pass
-from scale_core.consistency.execution_order import END, Event, History, Pass
+from scale_core.consistency.contract import History
+from scale_core.consistency.execution_order import END, Event, Pass
 from scale_core.errors import ScaleDistributedError, StepError
 from scale_core.flat.buffer import State
 from scale_core.hooks.gradients import has_reduced_grad_hooks, is_consumed_in_backward

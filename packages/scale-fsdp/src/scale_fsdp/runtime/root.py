@@ -25,6 +25,7 @@ from scale_core.device.streams import on_host
 from scale_core.errors import StepError
 from scale_core.hooks.autograd import in_autograds_thread, in_backward
 from scale_core.hooks.gradients import call_post_accumulate_grad_hooks, gradient_hooks
+from scale_core.optim.step_hooks import OptimizerSteps
 from scale_core.shard import as_local
 from scale_fsdp.runtime.checks import (
     captured_in_graph,
@@ -79,10 +80,11 @@ class Root(UnitContext):
         self.nonfinite = NonFiniteSearch(group.rank) if self.outermost.options.error_if_nonfinite else None
         check_units(self.units, group)
         self.contract.check_equal("how the model is built and wrapped", describe_units(self.units, group))
+        recorded_steps = self.contract.recorded_steps = OptimizerSteps()
         for unit in self.units:
             unit.root, unit.contract = self, self.contract
             for buffer in unit.buffers:
-                buffer.recorded_steps = self.contract.recorded_steps
+                buffer.recorded_steps = recorded_steps
         self.contract.named_params = functools.partial(_named_shards, self.units)
         if group.rank == 0 and _logger.isEnabledFor(logging.INFO):
             log_plan(_logger, self.units)

@@ -169,7 +169,7 @@ class DistributedPipe(StageModuleView):
         self._shared = SharedParams(shared, shared_names, placement, self.group.rank, self)
         self._shared.broadcast_values(self._channels.host, placement, self.group.rank)
         self._check_every = check_interval(options.check_replicas_every) if shared else 0
-        self.recorded_steps = self._contract.recorded_steps
+        self.recorded_steps = self._loop.recorded_steps
         register_stages(self)
         watch_optimizers()
         if self.group.rank == 0:

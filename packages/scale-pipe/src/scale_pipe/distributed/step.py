@@ -22,10 +22,10 @@ from scale_core import ContractError, ScaleDistributedError, uneven_inputs
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.fork import forked_error
 from scale_core.consistency.contract import Contract
-from scale_core.consistency.contract_errors import describe_difference
-from scale_core.consistency.execution_order import have_diverged
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.errors import TransferError, recovery_hint
+from scale_core.optim.step_differences import describe_difference
+from scale_core.optim.step_hooks import OptimizerSteps, have_diverged
 from scale_core.shard import as_local
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_core.tree import map_tensors
@@ -190,7 +190,7 @@ class StepLoop:
         self.last: TimedPass | None = None
         self._group = group = contract.group
         self._limit = contract.limit_seconds
-        self._steps = contract.recorded_steps
+        self.recorded_steps = OptimizerSteps()
         self._recorder = FlightRecorder(group)
         self._number = 0  # of passes
         self.kind = StepKind.STEP
@@ -265,7 +265,7 @@ class StepLoop:
             dtype = _DTYPES.index(loss.dtype) if loss.dtype in _DTYPES else 0
         if grads.is_measured:
             fingerprint = zlib.crc32(repr(list(map(tuple, grads.signatures))).encode()) if grads.signatures else 0
-        record = [int(failed), bits, dtype, flags, fingerprint, self._steps.status(), 0]
+        record = [int(failed), bits, dtype, flags, fingerprint, self.recorded_steps.status(), 0]
         rows = exchange(record, self._group, limit_seconds=self._limit)
         mean: Tensor | None = None
         for row in rows:
@@ -288,10 +288,10 @@ class StepLoop:
         Stages may have optimizers of their own, and some ranks none: these are not compared.
         """
         if have_diverged(statuses):
-            texts = exchange_text(json.dumps(self._steps.of_part()), self._group, limit_seconds=self._limit)
+            texts = exchange_text(json.dumps(self.recorded_steps.of_part()), self._group, limit_seconds=self._limit)
             difference = describe_difference([json.loads(text) for text in texts])
             raise ContractError(f"{difference}. {_OWN_STEPS}", step=self._number, rank=self._group.rank)
-        self._steps.end(statuses)
+        self.recorded_steps.end(statuses)
 
     def _report_microbatch_grads(self, runtime: PassRuntime, status: StepStatus) -> None:
         """Ends the step for those who measure gradients, once it has gone well on all ranks."""

@@ -18,11 +18,10 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from scale_core.comm.collectives import exchange
+from scale_core.comm.collectives import exchange, fingerprint_of
 from scale_core.comm.context_parallel_group import note_backward, set_context_parallel_group
 from scale_core.comm.group import Group, GroupLike
 from scale_core.compat import next_node_number, plain_tensor_types, saved_tensor_hooks, stand_in
-from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.hooks.autograd import in_backward
 from scale_tp.attention.model_checks import checked_models
 from scale_tp.attention.padding import Padding, gather_padding, padding_mask

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from scale_core.arguments import checked_arguments
-from scale_core.comm.collectives import exchange, exchange_text
+from scale_core.comm.collectives import exchange, exchange_text, fingerprint_of
 from scale_core.comm.group import Group, GroupLike
-from scale_core.consistency.execution_order import fingerprint_of
 from scale_tp.comm import all_gather_along
 from scale_tp.parallel_state import context_parallel_group
 from scale_tp.split import Split

@@ -29,12 +29,12 @@ from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode, ends_recomputation, graph_task_id
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import compare_inputs, compare_replicas
-from scale_core.consistency.execution_order import OptimizerSteps
 from scale_core.consistency.flight_recorder import FlightRecorder
 from scale_core.errors import TransferError, recovery_hint
 from scale_core.hooks.autograd import before_backward, in_autograds_thread, register_post_backward
 from scale_core.hooks.module_parts import ForEachShardHook
 from scale_core.optim.step_checks import register_step_recorder
+from scale_core.optim.step_hooks import OptimizerSteps
 from scale_tp.failed_pass import LOST_EVENT, CommunicatorAbort, PassRecorder
 from scale_tp.rank_checks import (
     EVERY_FORWARDS,
@@ -80,13 +80,14 @@ class OptimizerStepCheck(ForEachShardHook):
     """
 
     def __init__(self, group: Group) -> None:
-        self._contract = Contract(group)
+        self._contract, self._steps = Contract(group), OptimizerSteps()
+        self._contract.recorded_steps = self._steps
         self._num_forwards: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # Of the model, or of its parts.
 
     @property
     def recorded_steps(self) -> OptimizerSteps:
         """The steps since the last comparison."""
-        return self._contract.recorded_steps
+        return self._steps
 
     def params(self) -> Iterable[nn.Parameter]:
         """The parameters of all parts that have run."""
@@ -105,9 +106,9 @@ class OptimizerStepCheck(ForEachShardHook):
             compare_optimizer_steps(self._contract, model.named_parameters)
 
     def __getstate__(self) -> dict[str, Any]:
-        contract = copy.copy(self._contract)  # Without the record of the model of this hook.
-        contract.recorded_steps, contract.named_params = OptimizerSteps(), tuple
-        return {"_contract": contract}
+        contract, steps = copy.copy(self._contract), OptimizerSteps()  # Without the record of the model of this hook.
+        contract.recorded_steps, contract.named_params = steps, tuple
+        return {"_contract": contract, "_steps": steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from scale_core.comm.collectives import exchange
+from scale_core.comm.collectives import exchange, fingerprint_of
 from scale_core.comm.group import Group
 from scale_core.compat import active_fake_mode
-from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.hooks.module_parts import ForEachShardHook
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_tp.layers.base import ParallelModule

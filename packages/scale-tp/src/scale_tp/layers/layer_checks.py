@@ -24,9 +24,9 @@ from scale_core.compat import graph_task_id
 from scale_core.consistency.contract import Contract
 from scale_core.consistency.divergence import EVERY_VARIABLE, check_interval
 from scale_core.consistency.equal_values import FIRST_PASSES, EqualValues
-from scale_core.consistency.execution_order import OptimizerSteps
 from scale_core.errors import ScaleDistributedError
 from scale_core.optim.step_checks import invalidate_cache, register_step_recorder
+from scale_core.optim.step_hooks import OptimizerSteps
 from scale_core.shard import shard_of
 from scale_tp.rank_checks import EVERY_FORWARDS, FIRST_FORWARDS, compare_optimizer_steps, is_replica, is_reproducible
 
@@ -39,6 +39,7 @@ class LayerChecks:
         self._is_new = False  # The last layer ran for the first time.
         self._last_pass: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # Of each layer that has run.
         self._contract: Contract | None = None
+        self._steps = OptimizerSteps()
         self._is_asked_for = EVERY_VARIABLE in os.environ
         self._check_every = check_interval(None)
         self._equal_values = EqualValues()
@@ -50,8 +51,7 @@ class LayerChecks:
     @property
     def recorded_steps(self) -> OptimizerSteps:
         """The steps since the last comparison."""
-        assert self._contract is not None
-        return self._contract.recorded_steps
+        return self._steps
 
     def params(self) -> Iterator[Tensor]:
         """The parameters of all layers that have run."""
@@ -71,16 +71,21 @@ class LayerChecks:
     def _add(self, layer: nn.Module, group: Group) -> None:
         """Takes in a layer that runs for the first time; steps before that are not compared any more."""
         self._num_passes += not self._is_new  # Layers of an earlier model, which ranks may still have, are not in it.
-        self._contract, self._first_pass = Contract(group), self._num_passes
+        self._set_contract(group)
+        self._first_pass = self._num_passes
         self._numbers[layer] = next(self._count)
         weakref.finalize(layer, self._forget_steps).atexit = False
         register_step_recorder(self)
         invalidate_cache()  # Optimizers record their steps on its parameters, too.
 
+    def _set_contract(self, group: Group) -> None:
+        self._contract, self._steps = Contract(group), OptimizerSteps()
+        self._contract.recorded_steps = self._steps
+
     def _forget_steps(self) -> None:
         """Drops recorded steps, which hold parameters, when no layer is left; the group may have ended by then."""
         if self._contract is not None and not self._last_pass:
-            self._contract.recorded_steps = OptimizerSteps()
+            self._contract.recorded_steps = self._steps = OptimizerSteps()
 
     def _compare(self) -> None:
         assert self._contract is not None
@@ -101,7 +106,7 @@ class LayerChecks:
             if compares_values:
                 self._equal_values.compare(list(named.items()), self._contract, self._num_passes)
         except ScaleDistributedError:
-            self._contract = Contract(self._contract.group)  # Another model of this group may go on.
+            self._set_contract(self._contract.group)  # Another model of this group may go on.
             raise
 
     def _named_params(self) -> Iterator[tuple[str, nn.Parameter]]:

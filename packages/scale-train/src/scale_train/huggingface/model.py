@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from scale_core.comm.collectives import fingerprint_of
 from scale_core.comm.group import Group
-from scale_core.consistency.execution_order import fingerprint_of
 from scale_snapshot import SnapshotError, load_pretrained, save_pretrained
 from scale_snapshot.pretrained.materialize import materialize
 from scale_train.data.tokenizer import FileTokenizer, Tokenizer

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from scale_core.comm.collectives import fingerprint_of
 from scale_core.comm.group import Group, GroupLike
-from scale_core.consistency.execution_order import fingerprint_of
 from scale_core.shard import on_local_tensors
 from scale_moe import Balance, Experts, MoE, TokenChoice
 from scale_train.model.config import ModelConfig as ModelConfig
