@@ -8,7 +8,7 @@ compares them with the events of the other ranks:
 2. in the first two passes of a kind, and as soon as a pass leaves the order of the last one, each event *before* its
    collective (`record`); later events are kept apart by the tags of their messages;
 3. at the end of every pass, a fingerprint of all its events (`end_checked`), and of the steps that optimizers have
-   taken since the last one (`OptimizerSteps`);
+   taken since the last one (`StepRecord`);
 4. at the end of every pass, the calls of layers that are parallel over some of these ranks (`compare_calls`);
 5. when a wait fails, through the flight recorder in the rendezvous store, since the group may be dead (`waiting`).
 
