@@ -17,6 +17,7 @@ from torch import Tensor
 
 from scale_check.recording import Key, Phase, Recording
 from scale_check.summary import Recorded, Summary, cat, float_values, in_one_form, scaled, total
+from scale_core.consistency.flight_recorder import title_of_ranks
 
 # A difference above this multiple of the program's rounding is a bug. In right programs the largest one is below 10,
 # and in wrong ones in float64 above a million: see `benchmarks/parity.py`.
@@ -68,7 +69,7 @@ class FirstDifference:
     why: str = ""
 
     def __str__(self) -> str:
-        ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        ranks = title_of_ranks(self.ranks)
         name = "" if self.phase == Phase.RANDOM.value else f" {self.name or 'the model'}"
         subject = f"step {self.step}: {self.phase}{name} differs on {ranks}: "
         if self.why:

@@ -30,6 +30,7 @@ from scale_core import fault_points
 from scale_core.arguments import checked_arguments
 from scale_core.comm.group import Group, GroupLike, group_of
 from scale_core.consistency.all_ranks import CollectiveCall, Progress
+from scale_core.consistency.flight_recorder import title_of_ranks
 from scale_core.errors import ScaleError, set_last_snapshot
 from scale_core.state.validation import StateDifferences, StateMismatch, compare_states
 from scale_snapshot.errors import DamagedSnapshotError, ForeignCheckpointError, SnapshotError
@@ -530,13 +531,9 @@ def _check_arguments(group: Group, call: str, **given: Any) -> None:
             ranks.setdefault(repr(arguments.get(name)), []).append(rank)
         if len(ranks) > 1:
             values = "; ".join(
-                f"{value} on {_ranks_text(ranks_with_value)}" for value, ranks_with_value in ranks.items()
+                f"{value} on {title_of_ranks(ranks_with_value)}" for value, ranks_with_value in ranks.items()
             )
             raise SnapshotError(f"{call}: {name} differs between the ranks: {values}. Pass the same on all of them")
     step = given["step"]
     if step is not None and (type(step) is not int or step < 0):
         raise ValueError(f"{call}: expected a step of at least 0, got {step!r}")
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -178,6 +178,11 @@ def format_failures(reasons: Sequence[str]) -> str:
     return f"the step was aborted on all ranks, because some have failed: {'; '.join(failed)}"
 
 
+def title_of_ranks(ranks: Sequence[int]) -> str:
+    """Names ranks, for example as `ranks 0, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def by_rank(texts: Sequence[str]) -> str:
     """Formats one text per rank, equal ones together.
 
@@ -187,9 +192,7 @@ def by_rank(texts: Sequence[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {text}" for text, who in ranks.items()
-    )
+    return "; ".join(f"{title_of_ranks(who)}: {text}" for text, who in ranks.items())
 
 
 def _first_difference(what: str, lists: Sequence[Sequence[str]]) -> str:

@@ -81,11 +81,12 @@ def _saved_values(checkpoint_id: str | PathLike[str], metadata: Metadata, prefix
     values: dict[str, Any] = {}
     for name, value in flat.items():
         path = paths.get(name, (name,))
-        _put(values, path[1:] if prefix else path, value)
+        put_at(values, path[1:] if prefix else path, value)
     return {str(name): _with_lists(value) for name, value in values.items()}
 
 
-def _put(values: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+def put_at(values: dict[Any, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Puts a value into nested dicts, at a path of keys."""
     for part in path[:-1]:
         values = values.setdefault(part, {})
     values[path[-1]] = value

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.arguments import checked_arguments
+from scale_core.consistency.flight_recorder import title_of_ranks
 from scale_core.shard import on_local_tensors
 from scale_fsdp.runtime.flattened_parameter import flat_param_name
 from scale_fsdp.runtime.unit import units_in
@@ -257,7 +258,7 @@ def _by_rank(weights: Sequence[Mapping[str, Any]], metadata: Sequence[Any]) -> l
             twice.append(rank)
     missing = [rank for rank in range(sizes[0]) if rank not in states]
     found_wrong = {"given twice": twice, "missing": missing}
-    wrong = [f"{problem}: {_format_ranks(ranks)}" for problem, ranks in found_wrong.items() if ranks]
+    wrong = [f"{problem}: {title_of_ranks(ranks)}" for problem, ranks in found_wrong.items() if ranks]
     if wrong:
         raise ValueError(f"expected one shard of each of {sizes[0]} ranks, but {'; '.join(wrong)}")
     return [states[rank] for rank in range(sizes[0])]
@@ -318,7 +319,3 @@ def _concatenate(parts: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -
 
 def _format_shape(part: Mapping[str, Any] | None) -> str:
     return "no such parameter" if part is None else f"{tuple(part['shape'])} {part['dtype']}"
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from scale_core.sharded_tensor.chunks import Chunk
+from scale_core.state.dcp import put_at
 from scale_snapshot.convert.lazy_tensor import LazyTensor
 from scale_snapshot.convert.torch_files import load_stored
 from scale_snapshot.format.coverage import check_coverage
@@ -122,7 +123,7 @@ def _tree(folder: Path, metadata: Metadata, trust: bool) -> dict[Any, Any]:
         else:
             value = _load(folder, places[name, None], trust)
         path = (metadata.planner_data or {}).get(name, (name,))
-        _put(tree, path if isinstance(path, tuple) else (name,), value)
+        put_at(tree, path if isinstance(path, tuple) else (name,), value)
     return {key: _with_lists(value) for key, value in tree.items()}
 
 
@@ -165,12 +166,6 @@ def _load(folder: Path, info: Any, trust: bool) -> Any:
         file.seek(info.offset)
         stored = file.read(info.length)
     return load_stored(io.BytesIO(stored), f"{folder / info.relative_path} from byte {info.offset} on", trust=trust)
-
-
-def _put(tree: dict[Any, Any], path: tuple[Any, ...], value: Any) -> None:
-    for part in path[:-1]:
-        tree = tree.setdefault(part, {})
-    tree[path[-1]] = value
 
 
 def _with_lists(value: Any) -> Any:
