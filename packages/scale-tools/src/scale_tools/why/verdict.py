@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from scale_core.consistency.flight_recorder import title_of_ranks
 from scale_tools.why.evidence import Ended, LogEvidence, Waited, evidence_of
 
 
@@ -172,4 +171,4 @@ def _the(place: str) -> str:
 
 def _ranks(ranks: Iterable[int]) -> str:
     numbers = sorted(ranks)
-    return title_of_ranks(numbers) if numbers else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}" if numbers else ""
