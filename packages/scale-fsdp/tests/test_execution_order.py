@@ -166,7 +166,7 @@ def test_nothing_is_expected_where_programs_differ_afterwards() -> None:
     history = History()
     run(history, FORWARD, "a")
     run(history, BACKWARD, "a", closes=True)
-    history.mark_unpredictable(FORWARD)
+    history.unpredictable.add(FORWARD)
     run(history, FORWARD, "a")
     assert history.predicts_nothing and coming(history) == []
     for _ in range(20):  # As of a model that never has a backward.

@@ -12,7 +12,8 @@ compares them with the events of the other ranks:
 4. at the end of every pass, the calls of layers that are parallel over some of these ranks (`compare_calls`);
 5. when a wait fails, through the flight recorder in the rendezvous store, since the group may be dead (`waiting`).
 
-A rank that fails in a pass in which each event is compared says so at the next comparison (`abort`).
+`History` records the passes of this rank. Their order predicts the next ones: by it scale-fsdp prefetches, and a rank
+that has failed knows what the others expect. One that fails in a pass in which each event is compared says so at the next comparison (`abort`).
 """
 
 from __future__ import annotations
@@ -38,13 +39,7 @@ from scale_core.consistency.contract_errors import (
     unequal_events,
     unequal_lines,
 )
-from scale_core.consistency.execution_order import (
-    END,
-    Event,
-    LogEntry,
-    Pass,
-    PassKind,
-)
+from scale_core.consistency.execution_order import END, Event, LogEntry, Pass, PassKind
 from scale_core.consistency.flight_recorder import FlightRecorder, RankRecord, format_failures
 from scale_core.consistency.late_ranks import late_ranks_by_environment
 from scale_core.consistency.same_call import calls_that_differ, forget_calls
@@ -86,7 +81,9 @@ class History:
         self._num_completed: dict[PassKind, int] = {}
         self.cycle: list[Pass] = []  # The complete passes since the last comparison
         self.predicts_nothing = False  # There is such a pass, and nothing says whether a forward or a backward is next
-        self.unpredictable: set[PassKind] = set()  # First passes after which programs go on in several ways
+        self.unpredictable: set[PassKind] = (
+            set()
+        )  # First passes after which programs go on in several ways: no cycle predicts them
         self.last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
 
     @property
@@ -155,10 +152,6 @@ class History:
         """Drops the current cycle; the last complete one stays."""
         self.cycle, self._current, self.log = [], None, []
         self.predicts_nothing = False
-
-    def mark_unpredictable(self, first: PassKind) -> None:
-        """Records that programs go on in several ways after such a pass: the last cycle predicts nothing."""
-        self.unpredictable.add(first)
 
 
 class _RecordedEvent(NamedTuple):

@@ -79,7 +79,7 @@ def end_skipped_backward(root: UnitContext) -> None:
     is_aborted = _take_part_in_backward(root, coming)
     _forget_pass(root)
     if not is_aborted:
-        contract.history.mark_unpredictable(first)
+        contract.history.unpredictable.add(first)
         for unit, count in zip(root.units, pending, strict=True):
             unit.pending_backwards = count
 
