@@ -13,7 +13,8 @@ compares them with the events of the other ranks:
 5. when a wait fails, through the flight recorder in the rendezvous store, since the group may be dead (`waiting`).
 
 `History` records the passes of this rank. Their order predicts the next ones: by it scale-fsdp prefetches, and a rank
-that has failed knows what the others expect. One that fails in a pass in which each event is compared says so at the next comparison (`abort`).
+that has failed knows what the others expect. One that fails in a pass in which each event is compared says so at the
+next comparison (`abort`).
 """
 
 from __future__ import annotations
@@ -81,9 +82,7 @@ class History:
         self._num_completed: dict[PassKind, int] = {}
         self.cycle: list[Pass] = []  # The complete passes since the last comparison
         self.predicts_nothing = False  # There is such a pass, and nothing says whether a forward or a backward is next
-        self.unpredictable: set[PassKind] = (
-            set()
-        )  # First passes after which programs go on in several ways: no cycle predicts them
+        self.unpredictable: set[PassKind] = set()  # First passes after which programs go on in several ways
         self.last_cycles: dict[PassKind, list[Pass]] = {}  # by the kind of the first pass
 
     @property
