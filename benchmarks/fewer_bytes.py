@@ -45,7 +45,8 @@ from scale_fsdp import CommunicationPolicy, MixedPrecisionPolicy, ShardOptions, 
 from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.transports.policy import wire_formats
 from scale_train.data.text import Sampler, read_text, slice_of_rank, windows_at
-from scale_train.model.gpt import GPT, ModelConfig
+from scale_train.model.config import ModelConfig
+from scale_train.model.gpt import GPT
 from scale_train.training.state import LRSchedule
 
 GIB = 1 << 30

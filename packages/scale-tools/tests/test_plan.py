@@ -36,7 +36,8 @@ from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.cli import main, parse
 from scale_train.configuration.resolve import check_options, options_without_effect
 from scale_train.errors import InputError
-from scale_train.model.gpt import GPT, ModelConfig
+from scale_train.model.config import ModelConfig
+from scale_train.model.gpt import GPT
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.training.parallel.engine import make_engine
 from scale_train.training.parallel.parallelize_gpt import parallel_dims

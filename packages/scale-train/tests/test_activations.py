@@ -16,7 +16,8 @@ from scale_train.cli import parse
 from scale_train.configuration.derived import budget_bytes
 from scale_train.configuration.resolve import check_options
 from scale_train.errors import InputError
-from scale_train.model.gpt import GPT, ModelConfig
+from scale_train.model.config import ModelConfig
+from scale_train.model.gpt import GPT
 from scale_train.options import DataOptions, ModelOptions, Options, ParallelOptions
 from scale_train.training.parallel import activations
 from scale_train.training.parallel.activations import checkpoint_blocks, plan_blocks

@@ -6,7 +6,8 @@ from torch.nn.parallel import DistributedDataParallel
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape, shard_of
 from scale_oss import ShardedDataParallel
-from scale_train.model.gpt import GPT, ModelConfig
+from scale_train.model.config import ModelConfig
+from scale_train.model.gpt import GPT
 from scale_train.options import OptimizerOptions, ParallelOptions
 from scale_train.training.parallel.engine import make_engine
 from scale_train.training.parallel.parallelize_gpt import parallel_dims

@@ -10,7 +10,8 @@ from scale_core.comm.group import Group, group_of
 from scale_core.testing import run_ranks
 from scale_fsdp import class_policy, fully_shard_modules
 from scale_snapshot import load_pretrained, save_pretrained
-from scale_train.model.gpt import GPT, ModelConfig
+from scale_train.model.config import ModelConfig
+from scale_train.model.gpt import GPT
 from scale_train.options import OptimizerOptions, ParallelOptions
 from scale_train.training.parallel.engine import make_engine
 from scale_train.training.parallel.parallelize_gpt import parallel_dims

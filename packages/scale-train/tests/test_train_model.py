@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from scale_train.model.config import SIZES
-from scale_train.model.gpt import GPT, IGNORED, ModelConfig, generate, num_parameters, rotate
+from scale_train.model.config import SIZES, ModelConfig
+from scale_train.model.gpt import GPT, IGNORED, generate, num_parameters, rotate
 
 
 def model(**changes) -> GPT:

@@ -16,7 +16,8 @@ from scale_core.launch import StopSignal
 from scale_core.testing import run_ranks
 from scale_train.data.text import windows_at
 from scale_train.errors import Interrupted, TrainingDiverged
-from scale_train.model.gpt import GPT, ModelConfig
+from scale_train.model.config import ModelConfig
+from scale_train.model.gpt import GPT
 from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.training import trainer as loop
 from scale_train.training.parallel.engine import make_engine

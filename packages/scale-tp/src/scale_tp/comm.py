@@ -30,17 +30,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from scale_core.comm.collectives import (
-    UNIT_TAGS,
-    CollectiveWork,
-    all_gather,
-    exchange,
-    fingerprint_of,
-    peer_to_peer,
-    reduce_scatter,
-)
+from scale_core.comm.collectives import UNIT_TAGS, all_gather, exchange, fingerprint_of, peer_to_peer, reduce_scatter
 from scale_core.comm.group import Group
 from scale_core.comm.rank_order_sum import all_reduce_in_rank_order
+from scale_core.comm.work import CollectiveWork
 from scale_core.compat import NO_RANGE, profiler_runs, untraced
 from scale_core.errors import TransferError
 from scale_tp.failed_pass import add_explanation

@@ -12,7 +12,6 @@ from torch import Tensor
 from scale_core import fault_points
 from scale_core.comm.collectives import (
     UNTAGGED,
-    CollectiveWork,
     check_dtypes,
     fill,
     parts_by_rank,
@@ -22,7 +21,7 @@ from scale_core.comm.collectives import (
     torch_group,
 )
 from scale_core.comm.group import Group
-from scale_core.comm.work import start_work
+from scale_core.comm.work import CollectiveWork, start_work
 
 
 def all_to_all(

@@ -119,17 +119,6 @@ def post_messages(
     return works
 
 
-__all__ = [
-    "CollectiveWork",
-    "Op",
-    "all_gather",
-    "all_reduce",
-    "broadcast",
-    "exchange",
-    "exchange_text",
-    "reduce_scatter",
-]
-
 Op = Literal["sum", "max", "min"]
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

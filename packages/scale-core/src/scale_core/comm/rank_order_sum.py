@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import (
-    CollectiveWork,
-    all_gather,
-    all_reduce,
-    peer_to_peer,
-    reduce_scatter,
-)
+from scale_core.comm.collectives import all_gather, all_reduce, peer_to_peer, reduce_scatter
 from scale_core.comm.group import Group
+from scale_core.comm.work import CollectiveWork
 
 
 def all_reduce_in_rank_order(flat: Tensor, group: Group, *, average: bool = False, tag: int) -> CollectiveWork:

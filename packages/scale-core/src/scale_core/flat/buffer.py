@@ -18,8 +18,9 @@ from collections.abc import Collection, Container, Iterable, Sequence
 from torch import Tensor, nn
 
 from scale_core import uneven_inputs
-from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather
+from scale_core.comm.collectives import UNTAGGED, all_gather
 from scale_core.comm.group import Group
+from scale_core.comm.work import CollectiveWork
 from scale_core.device import buffer_pool
 from scale_core.device.streams import copy_over
 from scale_core.flat.gradient import PlainReduceScatter, view_of

@@ -34,7 +34,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_reduce, reduce_scatter
+from scale_core.comm.collectives import UNTAGGED, all_reduce, reduce_scatter
+from scale_core.comm.work import CollectiveWork
 from scale_core.device import buffer_pool
 from scale_core.device.streams import Stream, StreamEvent, copy_to
 from scale_core.flat.config import ShardGroups

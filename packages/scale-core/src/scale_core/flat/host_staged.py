@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import UNTAGGED, CollectiveWork
+from scale_core.comm.collectives import UNTAGGED
+from scale_core.comm.work import CollectiveWork
 from scale_core.device.streams import Stream, StreamEvent, copy_into
 from scale_core.flat.transport import ReduceWork, ShardTransport
 

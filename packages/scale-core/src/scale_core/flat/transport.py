@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import UNTAGGED, CollectiveWork
+from scale_core.comm.collectives import UNTAGGED
+from scale_core.comm.work import CollectiveWork
 from scale_core.flat.config import ShardGroups
 from scale_core.flat.layout import ShardSpan
 from scale_core.optim.error_feedback import ErrorFeedback

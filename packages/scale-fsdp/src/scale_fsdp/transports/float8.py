@@ -15,8 +15,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather, all_reduce
+from scale_core.comm.collectives import UNTAGGED, all_gather, all_reduce
 from scale_core.comm.group import Group
+from scale_core.comm.work import CollectiveWork
 from scale_core.flat.buffer import part_of
 from scale_core.flat.layout import ShardSpan
 from scale_core.flat.transport import ReduceWork, ShardTransport

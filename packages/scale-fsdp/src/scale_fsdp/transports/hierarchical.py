@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import UNTAGGED, CollectiveWork, all_gather, reduce_scatter
+from scale_core.comm.collectives import UNTAGGED, all_gather, reduce_scatter
+from scale_core.comm.work import CollectiveWork
 from scale_core.flat.config import NodeGroups, ShardGroups
 from scale_core.flat.transport import ReduceWork
 from scale_fsdp.transports.blocks import dequantize

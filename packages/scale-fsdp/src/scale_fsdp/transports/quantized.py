@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from scale_core.comm.collectives import UNTAGGED, CollectiveWork
+from scale_core.comm.collectives import UNTAGGED
+from scale_core.comm.work import CollectiveWork
 from scale_core.flat.buffer import PlainTransport
 from scale_core.flat.config import ShardGroups
 from scale_core.flat.transport import ReduceWork

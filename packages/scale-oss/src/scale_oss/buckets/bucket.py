@@ -17,8 +17,9 @@ from torch.autograd.graph import increment_version
 from torch.profiler import record_function
 
 from scale_core import uneven_inputs
-from scale_core.comm.collectives import CollectiveWork, all_gather
+from scale_core.comm.collectives import all_gather
 from scale_core.comm.group import Group
+from scale_core.comm.work import CollectiveWork
 from scale_core.compat import NO_RANGE, profiler_runs, storage_use_count
 from scale_core.consistency.execution_order import Event
 from scale_core.device.streams import Stream

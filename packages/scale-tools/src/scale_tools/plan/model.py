@@ -22,7 +22,8 @@ from scale_tp.conversion.styles import Plan
 from scale_train.configuration.resolve import model_config
 from scale_train.errors import InputError
 from scale_train.huggingface.model import transformers_config
-from scale_train.model.gpt import GPT, Block, ModelConfig
+from scale_train.model.config import ModelConfig
+from scale_train.model.gpt import GPT, Block
 from scale_train.options import ModelOptions, Options
 from scale_train.training.parallel.parallelize_gpt import ATTENTION_RULE, tensor_plan
 from scale_train.training.parallel.pipeline_gpt import stage_boundaries

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from scale_core.arguments import checked_arguments
 from scale_core.comm.all_to_all import all_to_all
-from scale_core.comm.collectives import CollectiveWork
 from scale_core.comm.group import Group, GroupLike
+from scale_core.comm.work import CollectiveWork
 from scale_core.consistency.execution_order import Event, message_tag
 from scale_core.consistency.same_call import check_same_call
 from scale_tp.attention.blockwise import (
