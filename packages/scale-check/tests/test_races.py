@@ -249,6 +249,148 @@ def test_end_of_a_tensor_that_a_side_stream_reads(ordered: bool) -> None:
 # Programs without a race.
 
 
+def test_columns_of_a_matrix(ordered: bool) -> None:
+    x, side = torch.ones(8, 64, device="sim"), side_stream()
+    with accelerator().stream(side):
+        x[:, :32].mul_(2)
+    x[:, 32 if ordered else 31 :].mul_(2)
+    side.synchronize()
+
+
+def test_every_second_column(ordered: bool) -> None:
+    x, side = torch.ones(8, 64, device="sim"), side_stream()
+    with accelerator().stream(side):
+        x[:, ::2].mul_(2)
+    x[:, 1 if ordered else 2 :: 2].mul_(2)
+    side.synchronize()
+
+
+def test_columns_written_later_do_not_hide_a_write_of_a_row(ordered: bool) -> None:
+    x, first, second = torch.ones(8, 64, device="sim"), side_stream(), accelerator().Stream()
+    with accelerator().stream(first):
+        x[1].mul_(2)
+    second.wait_stream(first if ordered else accelerator().default_stream())
+    accelerator().current_stream().wait_stream(first)
+    x[:, :32].mul_(2)
+    with accelerator().stream(second):
+        x[1, 40:].sum()
+    second.synchronize()
+
+
+def test_copy_to_the_device_from_memory_that_is_not_pinned(ordered: bool) -> None:
+    """Its source may be rewritten at once; its target has not arrived."""
+    source, target, side = torch.ones(64), ones(), side_stream()
+    with accelerator().stream(side):
+        target.copy_(source, non_blocking=True)
+    source.zero_()
+    if ordered:
+        accelerator().current_stream().wait_stream(side)
+    target.sum()
+    side.synchronize()
+
+
+def test_stream_that_is_entered(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    with side:
+        x.mul_(2)
+    if ordered:
+        accelerator().current_stream().wait_stream(side)
+    x.sum()
+    side.synchronize()
+
+
+def test_stream_and_event_by_their_names_for_any_device(ordered: bool) -> None:
+    x, side, done = ones(), torch.Stream(device="sim"), torch.Event()
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        x.mul_(2)
+        done.record()
+    made: list[object] = [side, done]
+    assert isinstance(made[0], torch.Stream) and isinstance(made[1], torch.Event)
+    if ordered:
+        torch.accelerator.current_stream().wait_event(done)
+    x.sum()
+    torch.accelerator.synchronize()
+
+
+def test_event_recorded_too_early(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    with accelerator().stream(side):
+        done = side.record_event()
+        x.mul_(2)
+        if ordered:
+            done.record()
+    accelerator().current_stream().wait_event(done)
+    x.sum()
+    side.synchronize()
+
+
+def test_collective_that_is_waited_for_on_another_stream(ordered: bool) -> None:
+    x, side = ones(), side_stream()
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    with accelerator().stream(accelerator().default_stream() if ordered else side):
+        work.wait()
+    x.sum()
+    side.synchronize()
+
+
+def test_future_of_a_collective(ordered: bool) -> None:
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    future = work.get_future()
+    if ordered:
+        future.wait()
+    x.sum()
+    work.wait()
+
+
+def test_callback_of_the_future_of_a_collective(ordered: bool) -> None:
+    """It runs on a stream of its own, after the collective."""
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    future = work.get_future().then(lambda reduced: reduced.value()[0].div_(4))
+    work.wait()
+    if ordered:
+        future.wait()
+    x.sum()
+    future.wait()
+
+
+def test_collective_that_is_polled(ordered: bool) -> None:
+    x = ones()
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    while ordered and not work.is_completed():
+        pass
+    x.sum()
+    work.wait()
+
+
+def test_copy_to_the_host_before_a_barrier(ordered: bool) -> None:
+    copy = ones().to("cpu", non_blocking=True)
+    if ordered:
+        dist.barrier()
+    copy.sum()
+
+
+def test_gradients_sent_from_a_stream_that_has_not_waited(ordered: bool) -> None:
+    layer, side, works = nn.Linear(8, 8, bias=False, device="sim"), side_stream(), list[Any]()
+
+    def send(param: nn.Parameter) -> None:
+        if ordered:
+            side.wait_stream(accelerator().current_stream())
+        with accelerator().stream(side):
+            works.append(dist.all_reduce(param.grad, async_op=True))
+
+    layer.weight.register_post_accumulate_grad_hook(send)
+    layer(torch.ones(4, 8, device="sim")).sum().backward()
+    for work in works:
+        work.wait()
+
+
 def test_release_to_a_stream_that_waits_before_it_allocates(no_race: None) -> None:
     side = accelerator().Stream()
     with accelerator().stream(side):
@@ -259,6 +401,19 @@ def test_release_to_a_stream_that_waits_before_it_allocates(no_race: None) -> No
     side.wait_stream(accelerator().current_stream())
     with accelerator().stream(side):
         ones()
+
+
+def test_a_backward_on_the_streams_of_its_forward_without_a_race(no_race: None) -> None:
+    """Autograd runs it there, and makes the caller's stream wait."""
+    layer, side = nn.Linear(8, 8, device="sim"), side_stream()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(2):
+        side.wait_stream(accelerator().current_stream())
+        with accelerator().stream(side):
+            loss = layer(torch.ones(4, 8, device="sim")).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_disjoint_views_without_a_race(no_race: None) -> None:
@@ -443,6 +598,68 @@ def test_an_error_names_both_lines_both_streams_and_the_wait() -> None:
 
 def ones_line() -> int:
     return inspect.getsourcelines(ones)[1] + 1
+
+
+def test_an_error_tells_communicators_of_the_same_ranks_apart() -> None:
+    def program() -> None:
+        x, second = ones(), dist.new_group(range(4))
+        works = [dist.all_reduce(x, async_op=True), dist.all_reduce(x, group=second, async_op=True)]
+        for work in works:
+            assert work is not None
+            work.wait()
+
+    (race,) = races_of(program)
+    assert "the communicator of ranks [0, 1, 2, 3]: " in race.earlier
+    assert "the communicator of ranks [0, 1, 2, 3] (number 2): " in race.later
+
+
+def test_a_line_of_c_in_a_backward_thread_is_the_one_that_calls_backward() -> None:
+    with simulate(world_size=4, device="sim", races="collect", backward_thread=True) as simulation:
+        layer, side = nn.Linear(8, 8, device="sim"), accelerator().Stream()
+        loss = layer(torch.ones(4, 8, device="sim")).sum()
+        with accelerator().stream(side):
+            layer.weight.detach().zero_()
+        loss.backward()
+    assert simulation.races
+    assert all("unknown" not in str(race) for race in simulation.races)
+
+
+def test_a_hook_of_ddp_whose_future_is_waited_for_has_no_race() -> None:
+    def program() -> None:
+        model = DistributedDataParallel(nn.Linear(8, 8, device="sim"), init_sync=False)
+
+        def average(_: object, bucket: Any) -> torch.futures.Future[Any]:
+            work = dist.all_reduce(bucket.buffer(), async_op=True)
+            assert work is not None
+            future: torch.futures.Future[Any] = work.get_future().then(lambda reduced: reduced.value()[0].div_(4))
+            return future
+
+        # torch looks at the very annotations, which here are strings.
+        average.__annotations__ = {"bucket": vars(dist)["GradBucket"], "return": torch.futures.Future[Tensor]}
+        model.register_comm_hook(None, average)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(4, 8, device="sim")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert races_of(program) == []
+
+
+def test_a_thread_of_the_program_is_refused() -> None:
+    errors: list[Exception] = []
+
+    def use_a_stream() -> None:
+        try:
+            accelerator().Stream().synchronize()
+        except RuntimeError as error:
+            errors.append(error)
+
+    with simulate(world_size=4, device="sim", races=True):
+        thread = threading.Thread(target=use_a_stream)
+        thread.start()
+        thread.join()
+    assert "a thread that the program has started" in str(*errors)
 
 
 def test_a_race_at_the_end_of_a_tensor_is_raised_all_the_same() -> None:

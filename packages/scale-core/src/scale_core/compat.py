@@ -489,11 +489,14 @@ def watching_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> I
 
 
 @contextmanager
-def watching_waits(callback: Callable[[dist.Work], None]) -> Iterator[None]:
-    """Calls `callback(work)` after each wait for a handle of torch's "fake" process group, or for its future."""
+def watching_waits(callback: Callable[[dist.Work], None], **replaced: Callable[[Any], Any]) -> Iterator[None]:
+    """Calls `callback(work)` after each wait for a handle of torch's "fake" process group, or for its future.
+
+    `replaced` are methods of the handle, such as `get_future`, by what is called in their place.
+    """
     kind: Any = cast(Any, torch._C)._distributed_c10d.FakeWork
     names = ("wait", "synchronize", "block_current_stream", "get_future")
-    originals = {name: getattr(kind, name) for name in names}
+    originals = {name: getattr(kind, name) for name in {*names, *replaced}}
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
@@ -503,8 +506,10 @@ def watching_waits(callback: Callable[[dist.Work], None]) -> Iterator[None]:
 
         return wait
 
-    for name, original in originals.items():
-        setattr(kind, name, watched(original))
+    for name in names:
+        setattr(kind, name, watched(originals[name]))
+    for name, method in replaced.items():
+        setattr(kind, name, lambda work, method=method: method(work))
     try:
         yield
     finally:

@@ -10,16 +10,19 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
 from scale_check.simulate.happens_before import Clock, Frames, WorkQueue
+from scale_core import compat
 from scale_core.device.streams import InlineExecutor
 
 T = TypeVar("T")
@@ -40,8 +43,23 @@ class StreamOrder:
 
     def __init__(self) -> None:
         self.thread = WorkQueue("the main thread", "thread")
+        self.threads = {threading.get_ident()}  # Those whose operators are seen
         self.communicators: dict[object, WorkQueue] = {}
+        self.forward_streams: set[WorkQueue] = set()  # Those that have computed what autograd may go back through.
         self._streams: dict[int, WorkQueue] = {}
+        self._names: dict[str, int] = {}  # Of communicators, how many there are
+        self._polls: Counter[int] = Counter()  # By the identity of an event or handle
+
+    def has_ended(self, polled: object, clock: Clock) -> bool:
+        """Whether the host has waited until `clock`, through whatever it may be, when `polled` is asked once more."""
+        self._polls[id(polled)] += 1
+        if self._polls[id(polled)] > _POLLS:
+            self.thread.wait(clock)
+        return all(self.thread.clock.get(queue, 0) >= count for queue, count in clock.items())
+
+    def restart_polls(self, polled: object) -> None:
+        """It stands for something later from now on."""
+        self._polls.pop(id(polled), None)
 
     @contextmanager
     def activated(self) -> Iterator[None]:
@@ -57,6 +75,11 @@ class StreamOrder:
 
         The host launches what comes next there.
         """
+        if threading.get_ident() not in self.threads:
+            raise RuntimeError(
+                "a thread that the program has started uses a stream of a simulation. The simulation looks at the "
+                "thread that has opened it and at backward passes only. Call what the thread does from there"
+            )
         stream = current_stream() if stream is None else stream
         queue = self._streams.get(stream.stream_id)
         if queue is None:
@@ -71,10 +94,26 @@ class StreamOrder:
         return list(self._streams.values())
 
     def communicator(self, key: object, name: str) -> WorkQueue:
-        """The queue of a communicator."""
+        """The queue of a communicator; of several with equal names, each has a number from the second on."""
         if key not in self.communicators:
-            self.communicators[key] = WorkQueue(name, "communicator")
+            number = self._names[name] = self._names.get(name, 0) + 1
+            self.communicators[key] = WorkQueue(f"{name} (number {number})" if number > 1 else name, "communicator")
         return self.communicators[key]
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass: it runs on the streams of its forward pass, and its caller's stream waits for them.
+
+        Here all of it runs on the caller's.
+        """
+        stream = self.stream()
+        for forward_stream in self.forward_streams:
+            stream.wait(forward_stream.clock)
+        try:
+            yield
+        finally:
+            for forward_stream in self.forward_streams:
+                forward_stream.wait(stream.clock)
 
     def synchronize(self) -> None:
         """The host waits for the device."""
@@ -108,6 +147,13 @@ class SimulatedStream(torch.Stream):
         number = self.stream_id
         self.title = f"side stream {number}{f' (made at {text_of(made[:1])})' if made else ''}"
 
+    def __enter__(self) -> Self:
+        _current.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.pop()
+
     def wait_stream(self, stream: Any) -> None:
         if (order := StreamOrder.active) is not None:
             order.stream(self).wait(order.stream(stream).clock)
@@ -133,11 +179,11 @@ class SimulatedEvent:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._clock: Clock = {}
-        self._polls = 0
 
     def record(self, stream: Any = None) -> None:
         if (order := StreamOrder.active) is not None:
-            self._clock, self._polls = order.stream(stream).now(), 0
+            self._clock = order.stream(stream).now()
+            order.restart_polls(self)
 
     def wait(self, stream: Any = None) -> None:
         if (order := StreamOrder.active) is not None:
@@ -151,14 +197,39 @@ class SimulatedEvent:
         """Whether the host has waited for it, through whatever it may be; it is as late as it can be."""
         if (order := StreamOrder.active) is None:
             return True
-        self._polls += 1
-        if self._polls > _POLLS:
-            self.synchronize()
-        clock = order.thread.clock
-        return all(clock.get(queue, 0) >= count for queue, count in self._clock.items())
+        return order.has_ended(self, self._clock)
 
     def elapsed_time(self, other: Any) -> float:
         return 0.0
+
+
+class WaitedFuture(torch.futures.Future[Any]):
+    """The result of a collective, or of a callback after it: `wait()` makes the current stream wait.
+
+    A callback of `then` runs on a stream of its own, as it does on CUDA.
+    """
+
+    def __init__(self, order: StreamOrder, end: Clock, value: object) -> None:
+        super().__init__()
+        self._order, self._end = order, end
+        self.set_result(value)
+        if compat.graph_task_id() != -1:  # The reducer of DistributedDataParallel waits for it, in C++.
+            compat.queue_callback(self._wait)
+
+    def _wait(self) -> None:
+        self._order.stream().wait(self._end)
+
+    def wait(self) -> Any:
+        self._wait()
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[Any]], T]) -> torch.futures.Future[T]:
+        side = SimulatedStream()
+        queue = self._order.stream(side)
+        queue.wait(self._end)
+        with on_stream(side):
+            value = callback(self)
+        return WaitedFuture(self._order, queue.now(), value)
 
 
 class SimulatedWorker(InlineExecutor):
@@ -249,18 +320,65 @@ def set_stream(stream: SimulatedStream) -> None:
     _current[-1] = stream
 
 
+class _Generic(type):
+    """A class of torch for streams or events of any device, which here makes those of the simulated one."""
+
+    real: Any
+    simulated: Any
+
+    def __call__(cls, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_other = device is not None and torch.device(device).type != compat.STAND_IN
+        return cls.real(device, *args, **kwargs) if is_other else cls.simulated(device, *args, **kwargs)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (cls.real, cls.simulated))
+
+
+class _Stream(metaclass=_Generic):
+    real, simulated = torch.Stream, SimulatedStream
+
+
+class _Event(metaclass=_Generic):
+    real, simulated = torch.Event, SimulatedEvent
+
+
 @contextmanager
-def in_backward_thread() -> Iterator[None]:
-    """Inside, a thread runs that the caller of a backward pass waits for."""
+def generic_names(synchronize: Callable[[], None]) -> Iterator[None]:
+    """Inside, `torch.Stream`, `torch.Event` and `torch.accelerator` have streams and events of the simulated device."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (torch, "Stream", _Stream),
+        (torch, "Event", _Event),
+        (torch.accelerator, "current_stream", current_stream),
+        (torch.accelerator, "set_stream", set_stream),
+        (torch.accelerator, "synchronize", lambda device=None, /: synchronize()),
+    ]
+    originals = [(place, name, getattr(place, name)) for place, name, _ in replaced]
+    for place, name, value in replaced:
+        setattr(place, name, value)
+    try:
+        yield
+    finally:
+        for place, name, value in originals:
+            setattr(place, name, value)
+
+
+@contextmanager
+def in_backward_thread(caller_frames: Frames) -> Iterator[None]:
+    """Inside, a thread runs that the caller of a backward pass waits for; lines of C++ there are the caller's."""
+    global _frames_of_caller
     order = StreamOrder.active
     if order is None:
         yield
         return
     thread, caller = WorkQueue("the thread of the backward pass", "thread"), order.thread
+    order.threads.add(threading.get_ident())
+    _frames_of_caller = caller_frames
     try:
         with order.in_thread(thread):
             yield
     finally:
+        order.threads.discard(threading.get_ident())
+        _frames_of_caller = ()
         caller.wait(thread.clock)
 
 
@@ -272,7 +390,7 @@ def frames() -> Frames:
         if _is_shown(name := frame.f_code.co_filename):
             found.append((name, frame.f_lineno))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(found) or _frames_of_caller
 
 
 @functools.cache
@@ -294,6 +412,7 @@ def _make_default() -> SimulatedStream:
     return stream
 
 
+_frames_of_caller: Frames = ()
 _default: SimulatedStream
 _current: list[SimulatedStream]
 

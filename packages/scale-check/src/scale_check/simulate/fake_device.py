@@ -17,7 +17,7 @@ import functools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -57,7 +57,8 @@ def available(backward_thread: bool = False) -> Iterator[torch.device]:
         _run_backward, functools.partial(_run_in_thread, run_backward) if backward_thread else run_backward
     )
     try:
-        yield torch.device(compat.STAND_IN, 0)
+        with device_streams.generic_names(_module.synchronize):
+            yield torch.device(compat.STAND_IN, 0)
     finally:
         cast(Any, torch.autograd)._engine_run_backward = run_backward
         _module.is_there = False
@@ -178,7 +179,9 @@ def _run_backward(run: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a backward pass and raises its error."""
     global _taken_out
     try:
-        with torch.autograd.set_multithreading_enabled(False):  # torch.inference_mode(False) has set it to True.
+        # torch.inference_mode(False) has set it to True.
+        order = device_streams.StreamOrder.active
+        with torch.autograd.set_multithreading_enabled(False), nullcontext() if order is None else order.backward():
             return run(*args, **kwargs)
     except SystemError:  # It has failed, and the error that it would say is gone.
         error, _taken_out = _taken_out, None
@@ -191,6 +194,7 @@ def _run_in_thread(run: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a backward pass in a thread of its own, with what the engine of autograd takes along into its threads."""
     if threading.current_thread().name == _BACKWARD_THREAD:  # A pass inside of a pass stays in its thread.
         return run(*args, **kwargs)
+    caller = device_streams.frames()
     modes = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
     saving = compat.saved_tensor_hooks(False)
     outcome: Future[Any] = Future()
@@ -202,7 +206,7 @@ def _run_in_thread(run: Any, *args: Any, **kwargs: Any) -> Any:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*saving))
             for mode in modes:
                 stack.enter_context(mode)
-            stack.enter_context(device_streams.in_backward_thread())
+            stack.enter_context(device_streams.in_backward_thread(caller))
             try:
                 outcome.set_result(run(*args, **kwargs))
             except BaseException as error:

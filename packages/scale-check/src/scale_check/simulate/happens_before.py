@@ -22,9 +22,11 @@ A copy on a side stream that nobody waits for, and then the missing wait:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Clock: TypeAlias = "Mapping[WorkQueue, int]"
 """How many operations of each queue have been seen."""
@@ -33,6 +35,12 @@ QueueKind: TypeAlias = Literal["stream", "communicator", "thread"]
 
 Frames: TypeAlias = tuple[tuple[str, int], ...]
 """Lines of code, (file, line number) each, the innermost first."""
+
+Strides: TypeAlias = tuple[tuple[int, int], ...]
+"""Of a view with gaps, the size and stride in bytes of each dimension, the outermost first; the last stride is 1."""
+
+_MOST_RUNS = 1 << 14
+"""Views with more pieces than this are compared by their first and last byte."""
 
 
 class WorkQueue:
@@ -71,11 +79,18 @@ class WorkQueue:
                 self.clock[queue] = count
 
     def access(
-        self, start: int, stop: int, *, writes: bool = False, operation: str = "", frames: Frames = ()
+        self,
+        start: int,
+        stop: int,
+        *,
+        writes: bool = False,
+        operation: str = "",
+        frames: Frames = (),
+        strides: Strides = (),
     ) -> Access:
-        """An access by its next operation, to bytes [start, stop)."""
+        """An access by its next operation, to bytes [start, stop), or to those of them that `strides` say."""
         self.clock[self] += 1
-        return Access(self, self.clock[self], start, stop, writes, operation, frames)
+        return Access(self, self.clock[self], start, stop, writes, operation, frames, strides)
 
     def has_seen(self, access: Access) -> bool:
         """Whether an access comes before what is next here."""
@@ -93,20 +108,60 @@ class Access:
     writes: bool
     operation: str  # Such as "aten::copy_"
     frames: Frames
+    strides: Strides = ()  # Empty where it has all bytes from start to stop
 
     def overlaps(self, other: Access) -> bool:
         """Whether both are of the same bytes; an empty range overlaps none.
+
+        Two halves of the columns of a matrix have no byte in common:
+
+        >>> left, right = (WorkQueue("a").access(first, first + 12, strides=((2, 8), (4, 1))) for first in (0, 4))
+        >>> left.overlaps(right), left.overlaps(WorkQueue("b").access(3, 5))
+        (False, True)
 
         >>> stream = WorkQueue("stream")
         >>> first, second, empty = stream.access(0, 8), stream.access(8, 16), stream.access(4, 4)
         >>> first.overlaps(second), first.overlaps(empty), first.overlaps(stream.access(7, 9))
         (False, False, True)
         """
-        return max(self.start, other.start) < min(self.stop, other.stop)
+        if max(self.start, other.start) >= min(self.stop, other.stop):
+            return False
+        if not (self.strides or other.strides) or max(self._num_runs, other._num_runs) > _MOST_RUNS:
+            return True
+        reached = -1  # The end of the run that reaches furthest; runs of one view may overlap each other.
+        furthest: Access | None = None
+        for start, stop, access in sorted((*self._runs(), *other._runs())):
+            if start < reached and access is not furthest:
+                return True
+            if stop > reached:
+                reached, furthest = stop, access
+        return False
 
     def covers(self, other: Access) -> bool:
-        """Whether it has all bytes of another one."""
+        """Whether it has all bytes of another one; a view with gaps has those of an equal one only."""
+        if self.strides:
+            return (self.start, self.strides) == (other.start, other.strides)
         return self.start <= other.start and other.stop <= self.stop
+
+    @property
+    def _num_runs(self) -> int:
+        return math.prod(size for size, _ in self.strides[:-1])
+
+    def _runs(self) -> Iterator[_Run]:
+        """The pieces without gaps."""
+        *outer, length = [(self.stop - self.start, 1)] if not self.strides else self.strides
+        for offsets in itertools.product(*(range(0, size * stride, stride) for size, stride in outer)):
+            start = self.start + sum(offsets)
+            yield _Run(start, start + length[0], self)
+
+
+class _Run(NamedTuple):
+    start: int
+    stop: int
+    access: Access
+
+    def __lt__(self, other: object) -> bool:
+        return isinstance(other, _Run) and (self.start, self.stop) < (other.start, other.stop)
 
 
 @dataclass(slots=True)

@@ -10,16 +10,19 @@ ranges of storages. The rules are CUDA's and NCCL's:
   of it, unless `record_stream` has named the streams that use it.
 - A collective keeps its tensors alive until it is waited for, though not the memory that `resize_(0)` gives back.
 - Copies between host and device are asynchronous where they are `non_blocking` and the host's memory is pinned;
-  otherwise the host waits for them. Pinned memory that dies is kept until its copies have ended.
+  otherwise the host waits for them. Pinned memory that dies is kept until its copies have ended. A `non_blocking` copy
+  to the device from memory that is not pinned has read it when the call returns, but has not yet written.
+- Autograd runs a backward pass on the streams of its forward pass, and the stream that calls it waits for them.
 
-The gaps of a strided view count as bytes of the view. C++ that waits for collectives by itself is not seen: these
-collectives, and collectives whose future a program takes, count as waited for at once. `ddp` does in Python what the
-reducer of DistributedDataParallel does.
+C++ that waits for collectives by itself is not seen: these collectives count as waited for at once. `ddp` does in
+Python what the reducer of DistributedDataParallel does. A future that is taken in a backward pass counts as waited for
+at the end of the pass, where that reducer waits for the futures of communication hooks.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,12 +35,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from scale_check.simulate import ddp
-from scale_check.simulate.device_streams import StreamOrder, frames, text_of
-from scale_check.simulate.happens_before import Access, AccessHistory, Clock, Frames, WorkQueue
+from scale_check.simulate.device_streams import StreamOrder, WaitedFuture, frames, text_of
+from scale_check.simulate.happens_before import Access, AccessHistory, Clock, Frames, Strides, WorkQueue
 from scale_check.simulate.memory import tensors_with_memory
 from scale_check.simulate.traffic import group_of_call
 from scale_core import compat
 from scale_core.errors import ScaleError
+from scale_core.tree import tensors_in
 
 COPIES = frozenset(("aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"))
 _FUNCTIONAL = "_c10d_functional::"
@@ -122,6 +126,7 @@ class _Transfer(NamedTuple):
     clock: Clock  # When it has ended
     is_on_host: bool
     work: dist.Work | None = None  # Kept, so that its identity stays its own
+    written: tuple[weakref.ref[Tensor], ...] = ()
 
 
 class _Freed(NamedTuple):
@@ -175,12 +180,18 @@ class RaceChecker:
         for tensor in fresh:
             self._allocate(tensor.untyped_storage(), tensor.device.type == "cpu", name, lines)
         queue = self._order.stream() if on_device else self._order.thread
+        if on_device and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+            self._order.forward_streams.add(queue)
         if not needs or operator.is_view:
             return
         copies = name in COPIES
+        staged = copies and self._is_asynchronous(name, args, kwargs)
         for tensor, writes in accesses(operator, args, kwargs):
-            # A number in the host's memory is read when a kernel is launched.
-            by_host = tensor.device.type == "cpu" and not copies
+            # A number in the host's memory is read when a kernel is launched, and memory that is not pinned when the
+            # call of an asynchronous copy returns.
+            by_host = tensor.device.type == "cpu" and (
+                not copies or (staged and not writes and not self._is_pinned(tensor))
+            )
             self._access(self._order.thread if by_host else queue, tensor, writes, name, lines)
         for tensor in fresh:
             if copies and tensor.device.type == "cpu" and on_device:
@@ -211,6 +222,18 @@ class RaceChecker:
         """Adds a wait for a collective's handle."""
         if (transfer := self._transfers.get(id(work))) is not None:
             self._wait(transfer)
+
+    def is_completed(self, work: dist.Work) -> bool:
+        """Whether the host has seen the end of a collective, which is as late as it can be; adds the wait if so."""
+        if (transfer := self._transfers.get(id(work))) is None:
+            return True
+        return self._order.has_ended(work, transfer.clock)
+
+    def future(self, work: dist.Work) -> torch.futures.Future[Any]:
+        """The future of a collective's handle; who does not wait for it has not waited for the collective."""
+        transfer = self._transfers.get(id(work))
+        values = [] if transfer is None else [tensor for each in transfer.written if (tensor := each()) is not None]
+        return WaitedFuture(self._order, {} if transfer is None else transfer.clock, values)
 
     def wait_functional(self, tensor: Tensor) -> None:
         """Adds a wait for the result of a functional collective."""
@@ -254,18 +277,27 @@ class RaceChecker:
     def _access(self, queue: WorkQueue, tensor: Tensor, writes: bool, name: str, lines: Frames) -> None:
         memory = self._memory(tensor)
         start, stop = _byte_range(tensor)
-        access = queue.access(start, stop, writes=writes, operation=name, frames=lines)
+        access = queue.access(
+            start, stop, writes=writes, operation=name, frames=lines, strides=_strides_with_gaps(tensor)
+        )
         for other in memory.add(access):
             self._report(other, access, memory)
 
     def _wait_for_copy(
         self, stream: WorkQueue, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Iterable[Tensor]
     ) -> None:
-        on_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-        position = 6 if name == "aten::_to_copy" else 2
-        asynchronous = bool(kwargs.get("non_blocking", args[position] if len(args) > position else False))
-        if on_host and not (asynchronous and all(map(self._is_pinned, on_host))):
+        sources = list(tensors_with_memory(args[0] if name == "aten::_to_copy" else args[1]))
+        targets = [tensor for tensor in tensors if all(tensor is not source for source in sources)]
+        brings_to_host = [tensor for tensor in targets if tensor.device.type == "cpu"]
+        if not any(tensor.device.type == "cpu" for tensor in tensors):
+            return
+        if not (self._is_asynchronous(name, args, kwargs) and all(map(self._is_pinned, brings_to_host))):
             self._order.thread.wait(stream.clock)
+
+    @staticmethod
+    def _is_asynchronous(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        position = 6 if name == "aten::_to_copy" else 2
+        return bool(kwargs.get("non_blocking", args[position] if len(args) > position else False))
 
     def _transfer(self, name: str, args: Sequence[Any], result: Any) -> None:
         library, _, short = name.partition("::")
@@ -278,6 +310,8 @@ class RaceChecker:
         if functional and not name.endswith("_"):
             for tensor in tensors_with_memory(result):
                 self._allocate(tensor.untyped_storage(), is_on_host, name, lines)
+        if short == "barrier":  # NCCL's is an all-reduce, and its wait stops the host until the current stream is done.
+            caller = self._order.stream()
         communicator.wait(caller.clock)
         if functional:
             self._transfer_functional(name, args, result, communicator, is_on_host, lines)
@@ -288,7 +322,9 @@ class RaceChecker:
                 if tensor.numel():
                     self._access(communicator, tensor, writes, name, lines)
         work = compat.work_of(result[-1] if isinstance(result, list | tuple) else result)
-        transfer = self._transfers[id(work)] = _Transfer(communicator, communicator.now(), is_on_host, work)
+        outputs = tuple(weakref.ref(tensor) for tensor in tensors_in([args[index] for index in written]))
+        transfer = _Transfer(communicator, communicator.now(), is_on_host, work, outputs)
+        self._transfers[id(work)] = transfer
         if _python_caller().endswith(_WAIT_IN_CPP):
             self._wait(transfer)
         if len(self._transfers) > _MOST_TRANSFERS:
@@ -446,3 +482,17 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
         return start, start
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (int(last) + 1) * tensor.itemsize
+
+
+def _strides_with_gaps(tensor: Tensor) -> Strides:
+    """The sizes and strides of a view in bytes; empty for one without gaps."""
+    dims = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+    length, outer = tensor.itemsize, list[tuple[int, int]]()
+    for stride, size in ((stride * tensor.itemsize, size) for stride, size in dims if stride and size > 1):
+        if outer and stride == math.prod(outer[-1]):
+            outer[-1] = (size * outer[-1][0], outer[-1][1])
+        elif outer or stride > length:
+            outer.append((size, stride))
+        else:
+            length += (size - 1) * stride
+    return (*reversed(outer), (length, 1)) if outer else ()

@@ -378,7 +378,8 @@ def simulate(
 def _looking_for_races(simulation: Simulation, raises: bool) -> Iterator[None]:
     order = StreamOrder()
     simulation._checker = checker = RaceChecker(order, simulation._is_pinned, raises)
-    with order.activated(), compat.watching_waits(checker.wait):
+    handles = compat.watching_waits(checker.wait, get_future=checker.future, is_completed=checker.is_completed)
+    with order.activated(), handles:
         try:
             yield
         finally:
