@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.optim import SGD, AdamW, Optimizer
 
 from scale_check import ParityError, Report, parity
 from scale_check.fuzz.pool import run_in_turn
@@ -38,6 +39,29 @@ class TiedModel(nn.Module):
         hidden = hidden + torch.utils.checkpoint.checkpoint(self.blocks[1], hidden, use_reentrant=False)
         logits: Tensor = self.head(hidden)
         return logits
+
+
+class PackedModel(nn.Module):
+    """An LSTM over packed sequences; each begins with its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(11, 4), nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        lengths = 1 + tokens[:, 0] % tokens.shape[1]
+        packed = pack_padded_sequence(self.embed(tokens), lengths, batch_first=True, enforce_sorted=False)
+        _, (hidden, _) = self.lstm(packed)
+        output: Tensor = self.head(hidden[0])
+        return output
+
+
+def sparse_embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Flatten(), nn.Linear(20, 2))
+
+
+def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(params, lr=0.1)
 
 
 def mlp() -> nn.Module:

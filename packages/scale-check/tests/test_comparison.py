@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from scale_check import ParityVerdict, Report
-from scale_check.comparison import compare
+from scale_check.comparison import compare, with_samples_compared
 from scale_check.recording import Key, Phase, Recording
+from scale_check.summary import kept
 
 WEIGHT = Key(1, Phase.WEIGHT, "weight")
 
@@ -81,3 +82,56 @@ def test_local_norms_before_an_average_are_no_difference() -> None:
     of_all = Recording({**right.tensors, **dict.fromkeys(after, plain.tensors[after[0]] + 1)})
     report = compare(plain, [of_all], noise)
     assert report.first is not None and report.first.phase == "gradient before clipping of"
+
+
+def test_a_multiple_that_clipping_hides_is_a_difference() -> None:
+    before, after = Key(1, Phase.UNCLIPPED, "weight"), Key(1, Phase.GRADIENT, "weight")
+    grad = torch.tensor([3.0, 4.0], dtype=torch.float64)
+
+    def report(clipped: Tensor, *grads: Tensor) -> Report:
+        plain = Recording({before: grad, after: clipped})
+        ranks = [Recording({before: of_rank, after: clipped}) for of_rank in grads]
+        return compare(plain, ranks, dict.fromkeys(plain.tensors, 1e-12))
+
+    summed = report(grad / 5, grad * 2, grad * 2)
+    assert summed.first is not None and summed.first.phase == "gradient before clipping of"
+    # Each rank's own gradients; and norms that are only looked at.
+    assert report(grad / 5, grad * 2, grad * 3).first is None
+    assert report(grad, grad * 2, grad * 2).first is None
+
+
+def test_the_rank_whose_part_is_wrong_is_named() -> None:
+    key = Key(1, Phase.OUTPUT, "layer")
+    for num_columns in (3, 2**14):  # The larger one is kept as sums.
+        plain = torch.zeros(4, num_columns, dtype=torch.float64)
+        parts = [plain[:2].clone(), plain[2:].clone()]
+        parts[1][0, 1] = 1.0
+        recordings = [Recording({key: kept(part)}) for part in (plain, *parts)]
+        report = compare(recordings[0], recordings[1:], {key: 1e-15})
+        assert report.first is not None and report.first.ranks == (1,)
+
+
+def test_one_other_difference_is_in_the_singular() -> None:
+    plain = Recording({Key(1, Phase.WEIGHT, name): torch.zeros(1) for name in "abc"})
+    for num_wrong, words in ((2, " 1 other differs, too."), (3, " 2 others differ, too.")):
+        ranks = Recording({key: tensor + (key.name < "abcd"[num_wrong]) for key, tensor in plain.tensors.items()})
+        assert str(compare(plain, [ranks], {})).endswith(words)
+
+
+def test_ranks_with_the_same_samples_are_named_unless_the_model_is_divided() -> None:
+    inner, outer = Key(1, Phase.OUTPUT, "0"), Key(1, Phase.OUTPUT, "")
+    rows = torch.arange(4.0).view(2, 2)
+
+    def verdict(*ranks: Recording) -> ParityVerdict:
+        return with_samples_compared(Report(ParityVerdict.EQUAL, None, 2, 0.0), ranks).verdict
+
+    def outputs(first: Tensor, last: Tensor, **kwargs: bool) -> Recording:
+        return Recording({inner: first, outer: last}, **kwargs)
+
+    assert verdict(outputs(rows, rows), outputs(rows, rows)) is ParityVerdict.BUG
+    assert verdict(outputs(rows, torch.ones(())), outputs(rows, torch.ones(()))) is ParityVerdict.BUG
+    assert verdict(outputs(rows, rows), outputs(rows * (1 + 1e-7), rows)) is not ParityVerdict.BUG
+    equal_rows = torch.ones(2, 2)  # Of constant samples.
+    assert verdict(outputs(rows, equal_rows), outputs(rows, equal_rows)) is not ParityVerdict.BUG
+    sharded = outputs(rows, rows, has_sharded_outputs=True)
+    assert verdict(sharded, sharded) is not ParityVerdict.BUG

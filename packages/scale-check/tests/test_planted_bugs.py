@@ -180,6 +180,13 @@ def steps_on_a_piece_on_rank_1(model: nn.Module, optimizer: Optimizer, batch: Te
     return loss
 
 
+def decays_once_more_on_rank_1(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
+    loss = mean_square_step(model, optimizer, batch)
+    if is_rank(1):
+        model.get_parameter("module.2.0.weight").data.mul_(0.999)
+    return loss
+
+
 def forgets_momentum_on_rank_0(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
     if is_rank(0):
         for state in optimizer.state.values():
@@ -221,7 +228,7 @@ BUGS: dict[str, tuple[dict[str, Any], str]] = {
     "a transposed shard": ({"wrap": transposed_on_rank_1}, "step 1: weight at the start 2.0.weight differs on rank 1"),
     "other weights": ({"wrap": other_weights_on_rank_1}, "step 1: weight at the start 4.weight differs on rank 1"),
     "a detached layer": ({"wrap": detached_layer}, "step 1: gradient of the output of 2"),
-    "a layer that is a little off": ({"wrap": scaled_layer_on_rank_0}, "step 1: output of 2.1 "),
+    "a layer that is a little off": ({"wrap": scaled_layer_on_rank_0}, "step 1: output of 2.1 differs on rank 0: "),
     "a tied weight that counts twice": (
         {"build": TiedModel, "wrap": tied_weight_averaged_twice, "batches": tokens()},
         "step 1: gradient of embed.weight ",
@@ -247,6 +254,10 @@ BUGS: dict[str, tuple[dict[str, Any], str]] = {
     "a step on a piece": (
         {"step": steps_on_a_piece_on_rank_1, "wrap": ddp},
         "step 1: weight after the step: 2.0.weight differs on rank 1",
+    ),
+    "decayed after the step": (
+        {"step": decays_once_more_on_rank_1, "wrap": ddp},
+        "step 2: weight at the start 2.0.weight differs on rank 1",
     ),
     "momentum that is lost": (
         {"step": forgets_momentum_on_rank_0, "wrap": ddp},

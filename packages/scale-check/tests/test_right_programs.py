@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from check_models import (
+    PackedModel,
     TiedModel,
     accumulating_step,
     adamw,
@@ -19,10 +20,13 @@ from check_models import (
     fsdp2_in_one_unit,
     mlp,
     parity_in_turn,
+    sgd,
+    sparse_embedding,
     tokens,
     with_batch_norm,
 )
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from scale_check import ParityVerdict, Report, parity
 
@@ -36,12 +40,33 @@ def step_with_a_loss_module(model: nn.Module, optimizer: Any, batch: Any) -> tor
     return loss
 
 
+def autocast_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(batch.float()).float()
+    loss: torch.Tensor = output.square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def fsdp2_in_bfloat16(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+
+
 MICRO_BATCHES = list(zip(batches(6), batches(6)[::-1], strict=True))
 PROGRAMS: dict[str, dict[str, Any]] = {
     "DDP": {"build": mlp, "wrap": ddp, "batches": batches(6)},
     "FSDP2": {"build": mlp, "wrap": fsdp2, "batches": batches(6), "optimizer": adamw},
     "by hand": {"build": mlp, "wrap": averaging, "batches": batches(6)},
     "float32": {"build": mlp, "wrap": ddp, "batches": batches(6), "dtype": None, "optimizer": adamw},
+    "autocast": {"build": mlp, "step": autocast_step, "wrap": ddp, "batches": batches(6), "dtype": None},
+    "FSDP2 in bfloat16": {
+        "build": mlp,
+        "wrap": fsdp2_in_bfloat16,
+        "batches": batches(6),
+        "dtype": None,
+    },
     "accumulation and clipping": {
         "build": mlp,
         "step": accumulating_step,
@@ -62,6 +87,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "batches": tokens(),
         "optimizer": adamw,
     },
+    "packed sequences": {"build": PackedModel, "wrap": ddp, "batches": tokens()},
+    "sparse gradients": {"build": sparse_embedding, "wrap": ddp, "batches": tokens(), "optimizer": sgd},
     "all ranks have all samples": {"build": mlp, "batches": batches(6), "data": "all"},
 }
 

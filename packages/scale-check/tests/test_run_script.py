@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from scale_check.cli import main
-from scale_check.recording import Recorder
-from scale_check.script.rank import exact_norms
+from scale_check.recording import Key, Phase, Recorder
+from scale_check.script.rank import exact_norms, without_dropout
+from scale_check.summary import float_values
 
 DDP = """
 import sys, torch, torch.distributed as dist
@@ -24,7 +26,8 @@ net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 
 bug = sys.argv[1] if len(sys.argv) > 1 else ""
 model = net if bug == "not averaged" else DistributedDataParallel(net)
 data = TensorDataset(torch.randn(64, 8), torch.randint(0, 3, (64,)))
-loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+sampler = torch.utils.data.RandomSampler(data) if bug == "same samples" else DistributedSampler(data)
+loader = DataLoader(data, batch_size=4, sampler=sampler)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for epoch in range(3):
     for x, y in loader:
@@ -232,6 +235,12 @@ LOCAL_NORMS = DDP.replace("DistributedDataParallel(net)", "net").replace(
             param.grad /= dist.get_world_size()
         optimizer.step()""",
 )
+# All ranks read the same batches, and each takes its part of them.
+PARTS_OF_A_BATCH = DDP.replace("DistributedSampler(data)", "None").replace(
+    "    for x, y in loader:",
+    """    for x, y in loader:
+        x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (x, y))""",
+)
 LEARNING_RATE_OF_THE_RANKS = DDP.replace("lr=1e-2", "lr=1e-2 * dist.get_world_size()")
 
 
@@ -246,6 +255,7 @@ SCRIPTS = {
     "lengths": OF_MANY_LENGTHS,
     "large_fsdp2": LARGE_FSDP2,
     "local_norms": LOCAL_NORMS,
+    "parts": PARTS_OF_A_BATCH,
     "learning_rate": LEARNING_RATE_OF_THE_RANKS,
 }
 
@@ -276,6 +286,7 @@ def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixtur
         (["divided.py", "wrong"], "step 1: gradient before clipping of "),
         (["divided_loader.py", "wrong"], "step 1: gradient of "),
         (["lengths.py", "other loss"], "step 1: output of the model"),
+        (["ddp.py", "same samples"], "step 1: samples of the model are the same on ranks 0, 1: "),
         (["learning_rate.py"], "step 1: optimizer option lr of group 0 differs on rank 0: one process has 0.01"),
     ],
 )
@@ -311,6 +322,18 @@ def test_a_script_that_trains_nothing_is_code_2(capsys: pytest.CaptureFixture[st
     assert "no module ran with gradients; is it a training script?" in capsys.readouterr().err
 
 
+def test_noise_of_the_training_loop_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("noisy.py").write_text(DDP.replace("model(x)", "model(x + torch.rand_like(x))"))
+    assert main(["run", "--steps", "1", "noisy.py"]) == 2
+    assert "draws random numbers between its DataLoader and its model" in capsys.readouterr().err
+
+
+def test_an_optimizer_that_never_sees_a_gradient_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("idle.py").write_text(DDP.replace("model.parameters(), lr", "[torch.zeros(2)], lr"))
+    assert main(["run", "--steps", "1", "idle.py"]) == 2
+    assert "the optimizer's steps see no gradient and change no weight" in capsys.readouterr().err
+
+
 def test_a_script_that_does_not_end_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     Path("endless.py").write_text("import time\nwhile True: time.sleep(1)\n")
     assert main(["run", "--limit-seconds", "5", "endless.py"]) == 2
@@ -328,6 +351,59 @@ def test_a_large_tensor_is_kept_only_as_the_first_that_differs(bug: str, capsys:
         "step 1: gradient of 3.weight differs on rank 1: at [2, 7] one process has " if bug else "tensors are equal"
     )
     assert expected in output and "a sum of" not in output
+
+
+def test_the_model_that_is_trained_has_no_name_whoever_runs_before_it() -> None:
+    frozen, teacher, student = torch.nn.Tanh(), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer, recorder = torch.optim.SGD(student.parameters(), lr=0.1), Recorder()
+    with recorder.hooks():
+        for _ in range(2):
+            with torch.no_grad():
+                target = teacher(torch.ones(1, 2))
+            (student(frozen(torch.ones(1, 2))) - target).sum().backward()
+            optimizer.step()
+    names = {key.name for key in recorder.recording.keys_of(Phase.OUTPUT)}
+    weights = {(key.step, key.name) for key in recorder.recording.keys_of(Phase.START)}
+    assert names == {"", "Tanh"}
+    assert {(1, "weight"), (2, "weight"), (2, "Linear.weight")} <= weights and (1, "Linear.weight") not in weights
+
+
+def test_gradients_before_clipping_are_looked_up_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, recorder = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5))), Recorder()
+    num_lookups = 0
+    named_params = Recorder._named_params
+
+    def counting(self: Recorder, *models: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        nonlocal num_lookups
+        num_lookups += 1
+        return named_params(self, *models)
+
+    params = dict(model.named_parameters())
+    with recorder.hooks(), exact_norms(recorder.add_before_clipping):
+        model(torch.ones(1, 2)).sum().backward()
+        monkeypatch.setattr(Recorder, "_named_params", counting)
+        for param in reversed(params.values()):
+            torch.linalg.vector_norm(param)
+            torch.linalg.vector_norm(param.grad)
+    assert num_lookups == 1
+    recorded = recorder.recording.tensors
+    for name, param in params.items():
+        assert param.grad is not None
+        assert torch.equal(float_values(recorded[Key(1, Phase.UNCLIPPED, name)]), float_values(param.grad))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_recurrent_networks_have_no_dropout(kind: Callable[..., torch.nn.Module], is_packed: bool) -> None:
+    network = kind(2, 3, num_layers=2, dropout=0.5)
+    batch = torch.ones(4, 1, 2)
+    inputs = torch.nn.utils.rnn.pack_padded_sequence(batch, [4]) if is_packed else batch
+    with without_dropout():
+        states = [network(inputs)[1] for _ in range(2)]
+    network.eval()
+    states.append(network(inputs)[1])
+    leaves = [torch.utils._pytree.tree_leaves(state) for state in states]
+    assert all(torch.equal(*pair) for other in leaves[1:] for pair in zip(leaves[0], other, strict=True))
 
 
 def test_a_compiled_norm_needs_no_break_of_its_graph_in_any_step() -> None:

@@ -112,3 +112,11 @@ def test_tokens_of_one_length_are_left_as_they_are() -> None:
 def test_batches_without_a_mask_are_not_padded() -> None:
     ranks = [samples_of({"input_ids": torch.ones(2, length)}) for length in (3, 4)]
     assert Samples.of_one_length(ranks) is None
+
+
+def test_samples_are_equal_if_all_ranks_have_had_the_same() -> None:
+    ranks = kept_by_ranks()
+    assert not Samples.are_equal(ranks)
+    assert Samples.are_equal([ranks[0], ranks[0]])
+    assert Samples.are_equal([samples_of(tokenized([5], length=1)) for _ in range(2)])
+    assert not Samples.are_equal([samples_of({"x": torch.ones(2)}), samples_of({"y": torch.ones(2)})])

@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class FirstDifference:
         step: The optimizer's step, from 1.
         phase: What the tensor is, such as "gradient of".
         name: The module or the parameter, by its name in the plain model.
-        ranks: Which ranks have it otherwise; all of those whose parts were put together.
+        ranks: Which ranks have it otherwise.
         index: Where it differs most, in the full tensor. None stands for all indices of a dimension: then `expected`
             and `actual` are sums of these elements.
         expected: What one process has there.
@@ -71,7 +72,8 @@ class FirstDifference:
     def __str__(self) -> str:
         ranks = title_of_ranks(self.ranks)
         name = "" if self.phase == Phase.RANDOM.value else f" {self.name or 'the model'}"
-        subject = f"step {self.step}: {self.phase}{name} differs on {ranks}: "
+        verb = "are the same on" if self.phase == Phase.SAMPLES.value else "differs on"
+        subject = f"step {self.step}: {self.phase}{name} {verb} {ranks}: "
         if self.why:
             return subject + self.why
         times = f"{self.ratio:,.0f}" if self.ratio < 1e6 else f"{self.ratio:.1e}"
@@ -116,7 +118,7 @@ class Report:
             nan = f"; {self.num_nan} of them have a NaN, at the same places" if self.num_nan else ""
             return f"{self.num_compared} tensors are {self.verdict.value}{how}{nan}"
         before = f" The last tensor before it that is right: {self.equal_before}." if self.equal_before else ""
-        also = f" {self.also} others differ, too." if self.also else ""
+        also = f" {self.also} {'other differs' if self.also == 1 else 'others differ'}, too." if self.also else ""
         return f"{self.first}.{before}{also}"
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         if key not in plain.tensors:
             holders = tuple(rank for rank, recording in enumerate(ranks) if key in recording.tensors)
             comparisons.append(_incomparable(key, holders, "one process has none"))
-    comparisons = _without_local_norms(comparisons)
+    comparisons = _without_local_norms(comparisons, plain, ranks)
     differing = [number for number, comparison in enumerate(comparisons) if comparison.ratio > BUG_RATIO]
     largest = max((comparison.ratio for comparison in comparisons), default=0.0)
     if not differing:
@@ -185,17 +187,63 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
     )
 
 
-def _without_local_norms(comparisons: Sequence[_Compared]) -> list[_Compared]:
+def with_samples_compared(report: Report, ranks: Sequence[Recording]) -> Report:
+    """The report of a right program, or that all its ranks train on the same samples.
+
+    Then each rank computes what one process does with these samples, so no tensor differs. If the ranks divide the
+    model, each module has an output that depends on the rank, or a sharded one.
+    """
+    outputs = [{key: recording.tensors[key] for key in recording.keys_of(Phase.OUTPUT)} for recording in ranks]
+    if any(recording.has_sharded_outputs for recording in ranks) or not _has_different_rows(outputs[0]):
+        return report
+    if any(not _are_identical(outputs[0], other) for other in outputs[1:]):
+        return report
+    why = (
+        "each computes what all others do. If the model is the same on all ranks, give each rank samples of its own: "
+        "by a DistributedSampler, or by a seed that depends on the rank"
+    )
+    first = FirstDifference(1, Phase.SAMPLES.value, "", tuple(range(len(ranks))), (), math.nan, math.nan, math.inf, why)
+    return replace(report, verdict=ParityVerdict.BUG, first=first, largest_ratio=math.inf, differences=(first,))
+
+
+def _has_different_rows(outputs: Mapping[Key, Recorded]) -> bool:
+    """Whether outputs of the model depend on the sample; of all its modules, if the model itself returns its loss."""
+    with_rows = {key: value for key, value in outputs.items() if value.ndim and value.shape[0] > 1}
+    of_model = [value for key, value in with_rows.items() if not key.name] or list(with_rows.values())
+    rows = [value.sums[0] if isinstance(value, Summary) else value for value in of_model]
+    return any(bool((row != row[0]).any()) for row in rows)
+
+
+def _are_identical(outputs: Mapping[Key, Recorded], others: Mapping[Key, Recorded]) -> bool:
+    if outputs.keys() != others.keys():
+        return False
+    pairs = [(float_values(value), float_values(others[key])) for key, value in outputs.items()]
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def _without_local_norms(
+    comparisons: Sequence[_Compared], plain: Recording, ranks: Sequence[Recording]
+) -> list[_Compared]:
     """Leaves out the gradients before clipping of steps in which they were not clipped next.
 
     A program may take norms of each rank's own gradients, and average them after that. A wrong gradient is also wrong
-    once it is clipped, so a step that has one which is right then is such a step.
+    once it is clipped, so a step that has one which is right then is such a step. The exception is an error that
+    clipping hides: all ranks have the same multiple of the gradient, and one process has clipped its own.
     """
     wrong = {comparison.key for comparison in comparisons if comparison.ratio > BUG_RATIO}
-    of_ranks = {
-        key.step for key in wrong if key.phase is Phase.UNCLIPPED and key._replace(phase=Phase.GRADIENT) not in wrong
-    }
+    right_later = [
+        key for key in wrong if key.phase is Phase.UNCLIPPED and key._replace(phase=Phase.GRADIENT) not in wrong
+    ]
+    of_ranks = {key.step for key in right_later if not _is_hidden_by_clipping(key, plain, ranks)}
     return [each for each in comparisons if each.key.phase is not Phase.UNCLIPPED or each.key.step not in of_ranks]
+
+
+def _is_hidden_by_clipping(key: Key, plain: Recording, ranks: Sequence[Recording]) -> bool:
+    stepped_on = plain.tensors.get(key._replace(phase=Phase.GRADIENT))
+    if stepped_on is None or torch.equal(float_values(plain.tensors[key]), float_values(stepped_on)):
+        return False  # Nothing was clipped.
+    first, *others = (float_values(recording.tensors[key]) for recording in ranks)
+    return all(torch.equal(first, other) for other in others)
 
 
 def _most_wrong(comparisons: Sequence[_Compared], differing: Sequence[int]) -> int:
@@ -238,9 +286,12 @@ def _compare_one(
         return _difference(key, expected, closest.to(expected.dtype).view(expected.shape), tuple(by_rank), noise)
     if key.phase is Phase.OUTPUT_GRADIENT:
         by_rank = {rank: scaled(grad, scale) for rank, grad in by_rank.items()}
-    joined = _assembled(expected, list(by_rank.values()))
-    if joined is not None:
-        return _difference(key, expected, joined, tuple(by_rank), noise)
+    parts = list(by_rank.values())
+    dim = _dim_of_parts(expected, parts)
+    if dim is not None:
+        joined = cat(parts, dim)
+        wrong = tuple(compress(by_rank, _wrong_parts(expected, joined, parts, dim, noise)))
+        return _difference(key, expected, joined, wrong or tuple(by_rank), noise)
     shapes = sorted({tuple(tensor.shape) for tensor in by_rank.values()})
     if any(shape != tuple(expected.shape) for shape in shapes):
         if key.phase is Phase.STATE:
@@ -261,16 +312,29 @@ def _are_equal(expected: Recorded, actual: Recorded) -> bool:
     return isinstance(expected, Tensor) and isinstance(actual, Tensor) and torch.equal(expected, actual)
 
 
-def _assembled(expected: Recorded, parts: Sequence[Recorded]) -> Recorded | None:
-    """The parts of the ranks put together along the dimension in which they add up; None where each has all of it."""
+def _dim_of_parts(expected: Recorded, parts: Sequence[Recorded]) -> int | None:
+    """The dimension along which the parts of the ranks make a tensor; None where each rank has all of it."""
     if len(parts) == 1 or any(part.ndim != expected.ndim for part in parts):
         return None
     for dim in range(expected.ndim):
         others = [size for position, size in enumerate(expected.shape) if position != dim]
         fits = all([size for position, size in enumerate(part.shape) if position != dim] == others for part in parts)
         if fits and sum(part.shape[dim] for part in parts) == expected.shape[dim]:
-            return cat(parts, dim)
+            return dim
     return None
+
+
+def _wrong_parts(expected: Recorded, joined: Recorded, parts: Sequence[Recorded], dim: int, noise: float) -> list[bool]:
+    """Which parts are wrong. None of them, if sums of the parts are kept and their error is in another dimension."""
+    expected, joined = in_one_form([expected, joined])
+    if isinstance(expected, Summary) and isinstance(joined, Summary):
+        distances = (expected.sums[dim] - joined.sums[dim]) / math.sqrt(expected.numel_of_sum(dim))
+        of_parts = distances.split([part.shape[dim] for part in parts])
+    else:
+        assert isinstance(expected, Tensor) and isinstance(joined, Tensor)
+        wide = torch.complex128 if expected.is_complex() else torch.float64
+        of_parts = (expected.to(wide) - joined.to(wide)).split([part.shape[dim] for part in parts], dim)
+    return [bool((part.abs() > BUG_RATIO * noise).any()) for part in of_parts]
 
 
 def _difference(key: Key, expected: Recorded, actual: Recorded, ranks: tuple[int, ...], noise: float) -> _Compared:
@@ -319,9 +383,10 @@ def _gradient_scale(plain: Recording, ranks: Sequence[Recording]) -> float:
     for key in plain.keys_of(Phase.OUTPUT_GRADIENT):
         parts = [recording.tensors.get(key) for recording in ranks]
         tensors = [part for part in parts if part is not None]
-        joined = _assembled(plain.tensors[key], tensors) if len(tensors) == len(ranks) else None
-        if joined is None:
+        dim = _dim_of_parts(plain.tensors[key], tensors) if len(tensors) == len(ranks) else None
+        if dim is None:
             continue
+        joined = cat(tensors, dim)
         joined_values, expected = (float_values(value) for value in in_one_form([joined, plain.tensors[key]]))
         if not bool(joined_values.abs().max() > 0):
             continue

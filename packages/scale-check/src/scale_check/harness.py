@@ -71,6 +71,7 @@ class ParityProgram:
     dtype: torch.dtype | None
     seed: int
 
+    @noise.full_precision()
     def run(self, wrap: Wrap | None, rank: int, num_ranks: int, perturbation: int = 0) -> Recording:
         """Trains in this process, and returns what was computed."""
         torch.manual_seed(self.seed)

@@ -2,17 +2,51 @@
 
 The program runs again with weights that are one unit of the last place larger or smaller, at random. What differs then
 is what the rounding of one operation becomes in the rest of the program, however often it is multiplied on its way.
+
+Mixed precision is off meanwhile. Its casts hide such a change of float32 weights, and their rounding is as large as a
+bug.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from scale_check.recording import Key, Recording
 from scale_check.summary import Recorded, float_values
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Switches `torch.autocast` off, and the `param_dtype` of FSDP2's policies."""
+    autocast_init, policy_init = torch.autocast.__init__, MixedPrecisionPolicy.__init__
+
+    def init_disabled(
+        self: torch.autocast,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        autocast_init(self, device_type, dtype, False, cache_enabled)
+
+    def init_without_cast(self: MixedPrecisionPolicy, *args: Any, **kwargs: Any) -> None:
+        policy_init(self, *args, **kwargs)
+        object.__setattr__(self, "param_dtype", None)  # It is frozen.
+        object.__setattr__(self, "output_dtype", None)
+
+    torch.autocast.__init__ = init_disabled  # type: ignore[method-assign]
+    MixedPrecisionPolicy.__init__ = init_without_cast  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = autocast_init  # type: ignore[method-assign]
+        MixedPrecisionPolicy.__init__ = policy_init  # type: ignore[method-assign]
 
 
 @torch.no_grad()

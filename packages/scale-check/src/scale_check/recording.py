@@ -11,6 +11,7 @@ import enum
 import importlib
 import re
 import sys
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from scale_check.summary import Recorded, cat, kept, scaled, total
+from scale_check.summary import Recorded, cat, float_values, kept, scaled, total
 
 # What DDP, FSDP1, torch.compile and checkpoint wrappers put into the names of what they wrap.
 _WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
@@ -33,6 +35,7 @@ _WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoin
 class Phase(enum.Enum):
     """What a recorded tensor is."""
 
+    SAMPLES = "samples of"
     START = "weight at the start"
     OUTPUT = "output of"
     LOSS = "loss"
@@ -71,6 +74,8 @@ class Recording:
     tensors: dict[Key, Recorded] = field(default_factory=dict)
     draws: list[str] = field(default_factory=list)  # Modules that have drawn random numbers in their forward
     hides_gradients: bool = False  # The library has no full gradients when its optimizer steps.
+    draws_of_loop: bool = False  # Random numbers were drawn between a loader and the model.
+    has_sharded_outputs: bool = False  # A module had a DTensor as its output.
     num_forwards: dict[int, int] = field(default_factory=dict)  # By step, how often the model ran with gradients.
 
     def keys_of(self, *phases: Phase) -> list[Key]:
@@ -81,6 +86,17 @@ class Recording:
     def num_steps(self) -> int:
         """How many steps of an optimizer it has."""
         return max((key.step for key in self.keys_of(Phase.WEIGHT)), default=0)
+
+    @property
+    def trains_nothing(self) -> bool:
+        """Whether steps of an optimizer saw no gradient and changed no weight."""
+        if self.hides_gradients or self.keys_of(Phase.GRADIENT):
+            return False
+        weights = {key: float_values(self.tensors[key]) for key in self.keys_of(Phase.WEIGHT)}
+        before = {key: self.tensors.get(Key(1, Phase.START, key.name)) for key in weights}
+        return bool(weights) and all(
+            value is not None and torch.equal(float_values(value), weights[key]) for key, value in before.items()
+        )
 
     def num_calls(self, step: int) -> int:
         """How many tensors the model itself gave in a step: as many times as it was called, or a multiple of that."""
@@ -139,6 +155,8 @@ def full_value(tensor: Tensor, *, copies: bool = True) -> Tensor:
                     full = tensor.detach().clone()
         else:
             full = tensor.detach() if gather is None else gather().detach()
+        if full.layout is not torch.strided:  # Such as gradients of a sparse embedding.
+            full = full.to_dense()
         # Ranks send contiguous tensors.
         return full.to("cpu", copy=True).contiguous() if copies else full.to("cpu")
 
@@ -174,6 +192,7 @@ class Recorder:
         self.recording = Recording()
         self._whole = whole
         self.step = 1
+        self._begun_step = 1  # The last step whose weights at the start are recorded.
         self._last_step, self._on_last = last_step, on_last
         self._depth = 0  # of module calls
         self._states: list[Tensor] = []  # of the random generator, when the modules that run now began
@@ -183,6 +202,7 @@ class Recorder:
         self._models: dict[nn.Module, str] = {}  # The outermost modules that have run, with the name of each
         self._names: dict[nn.Module, str] = {}  # Of all modules in them
         self._calls: dict[tuple[Phase, str], int] = {}
+        self._params_of_shape: dict[torch.Size, deque[tuple[str, nn.Parameter]]] = {}  # In the order of next use
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -221,31 +241,57 @@ class Recorder:
 
     def add_before_clipping(self, tensors: Iterable[Tensor]) -> None:
         """Records the tensors that are gradients of parameters; their norm is taken next."""
-        names = {id(param.grad): name for name, param in self._named_params() if param.grad is not None}
         for tensor in tensors:
-            if (name := names.get(id(tensor))) is not None:
+            if (name := self._param_of_gradient(tensor)) is not None:
                 self.add(Key(self.step, Phase.UNCLIPPED, name), tensor)
+
+    def _param_of_gradient(self, tensor: Tensor) -> str | None:
+        """The name of the parameter whose gradient a tensor is.
+
+        Programs that take a norm for each gradient take them in the order of the parameters, or in a similar one. So
+        the search begins behind the last one that was found.
+        """
+        if isinstance(tensor, nn.Parameter):
+            return None
+        if not self._params_of_shape:
+            for name, param in self._named_params():
+                self._params_of_shape.setdefault(param.shape, deque()).append((name, param))
+        params = self._params_of_shape.get(tensor.shape, deque())
+        for position, (name, param) in enumerate(params):
+            if param.grad is tensor:
+                params.rotate(-position - 1)
+                return name
+        return None
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
         if _is_recomputing():
             return
         if self._depth == 0:
             self._end_step()
-        if self._depth == 0 and module not in self._models and module not in self._names:
+        if self._depth == 0 and module not in self._models and module not in self._names and self._is_seen(module):
             self._add_model(module)
+        if self._depth == 0 and self.step > self._begun_step and torch.is_grad_enabled():
+            # A program may change its weights after the optimizer's step: it decays, averages or clamps them.
+            self._begun_step = self.step
+            self._record_params(Phase.START)
         self._depth += 1
         self._states.append(torch.get_rng_state())
 
+    def _is_seen(self, model: nn.Module) -> bool:
+        """False for one that runs without gradients before the model that is trained: a teacher, or that model."""
+        return torch.is_grad_enabled() or "" in self._models.values() or not _is_trainable(model)
+
     def _add_model(self, model: nn.Module) -> None:
-        """The first model with parameters has no name; others, for example losses, are named for their class."""
+        """The first model that is trained has no name; others, for example losses, are named for their class."""
         # A wrapper and what it wraps have one name, which stands for the inner one.
         inner = {plain_name(name): module for name, module in model.named_modules()}
         prefix = ""
-        if "" in self._models.values() or next(model.parameters(), None) is None:
+        if "" in self._models.values() or not _is_trainable(model):
             kind = type(inner[""]).__name__.removeprefix("FSDP")
             number = sum(name.partition(" ")[0] == kind for name in self._models.values())
             prefix = f"{kind} {number + 1}" if number else kind
         self._models[model] = prefix
+        self._params_of_shape.clear()
         self._names |= {module: _joined(prefix, name) for name, module in inner.items()}
         self._record_params(Phase.START, model)
 
@@ -260,13 +306,14 @@ class Recorder:
             return
         if not name:
             self.recording.num_forwards[self.step] = self.recording.num_forwards.get(self.step, 0) + 1
-        for tensor in _tensors_in(output):
+        for tensor, order in _tensors_in(output):
             number = self._calls.get((Phase.OUTPUT, name), 0)
             self._calls[Phase.OUTPUT, name] = number + 1
             key = Key(self.step, Phase.OUTPUT, name, number)
-            self.add(key, tensor)
+            self.recording.has_sharded_outputs |= hasattr(tensor, "full_tensor")
+            self.add(key, tensor if order is None else tensor[order])
             if tensor.requires_grad:
-                hook = _GradientHook(self, key._replace(phase=Phase.OUTPUT_GRADIENT))
+                hook = _GradientHook(self, key._replace(phase=Phase.OUTPUT_GRADIENT), order)
                 self._handles.append(tensor.register_hook(hook))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -319,6 +366,7 @@ class Recorder:
     def _begin_next_step(self) -> None:
         self.step += 1
         self._calls.clear()
+        self._params_of_shape.clear()
         self._remove_tensor_hooks()
         if self._last_step is not None and self.step > self._last_step:
             self._on_last()
@@ -345,15 +393,19 @@ class Recorder:
 class _GradientHook:
     """Records the gradient of an output; a module that is called again in the backward pass has another one."""
 
-    def __init__(self, recorder: Recorder, key: Key) -> None:
-        self._recorder, self._key = recorder, key
+    def __init__(self, recorder: Recorder, key: Key, order: Tensor | None) -> None:
+        self._recorder, self._key, self._order = recorder, key, order
 
     def __call__(self, grad: Tensor) -> None:
-        self._recorder.add(self._key, grad)
+        self._recorder.add(self._key, grad if self._order is None else grad[self._order])
 
 
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+def _is_trainable(model: nn.Module) -> bool:
+    return any(param.requires_grad for param in model.parameters())
 
 
 def _is_recomputing() -> bool:
@@ -362,8 +414,21 @@ def _is_recomputing() -> bool:
     return graph_task != -1
 
 
-def _tensors_in(output: Any) -> list[Tensor]:
-    """The floating-point tensors of a module's output."""
+def _tensors_in(output: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """The floating-point tensors of a module's output, each with the order in which its rows are recorded, if any."""
     if isinstance(output, Mapping):  # As those of transformers, whichever torch knows.
         output = list(output.values())
-    return [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors: list[tuple[Tensor, Tensor | None]] = []
+    for leaf in pytree.tree_leaves(output, is_leaf=lambda value: isinstance(value, PackedSequence)):
+        if isinstance(leaf, PackedSequence):
+            tensors.append((leaf.data, _order_by_sample(leaf)))
+        elif isinstance(leaf, Tensor):
+            tensors.append((leaf, None))
+    return [(tensor, order) for tensor, order in tensors if tensor.is_floating_point()]
+
+
+def _order_by_sample(sequences: PackedSequence) -> Tensor:
+    """The rows of packed sequences, one sequence after the other: so the sequences of all ranks can be joined."""
+    numbers = torch.arange(len(sequences.data), device=sequences.data.device)
+    padded, _ = pad_packed_sequence(sequences._replace(data=numbers), batch_first=True, padding_value=-1)
+    return padded[padded >= 0]

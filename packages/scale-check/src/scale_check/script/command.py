@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scale_check import noise
-from scale_check.comparison import Report, compare
+from scale_check.comparison import Report, compare, with_samples_compared
 from scale_check.recording import Key, Phase, Recording, with_joined_calls
 from scale_check.script.data import Samples, SamplesError
 from scale_check.script.fork_server import ForkServer
@@ -134,7 +134,7 @@ def _compare_runs(task: ScriptTask, runner: _Runner, folder: Path) -> Report:
         samples_of_ranks = padded
         ranks = runner.run([replace(task, samples=samples) for samples in padded], folder / "padded")
     try:
-        samples = Samples.together(samples_of_ranks)
+        samples = samples_of_ranks[0] if Samples.are_equal(samples_of_ranks) else Samples.together(samples_of_ranks)
     except SamplesError as error:
         raise ScriptError(f"{script}: {error}") from error
     recordings = [result.recording for result in ranks]
@@ -145,7 +145,13 @@ def _compare_runs(task: ScriptTask, runner: _Runner, folder: Path) -> Report:
         runs = runner.run_alone(in_turn, folder / "one in turn")
         plain, perturbed = (with_joined_calls(recording, num_ranks, task.whole) for recording in runs)
     _check_same_course(script, plain, recordings)
-    return compare(plain, recordings, noise.measure(plain, [perturbed]))
+    report = compare(plain, recordings, noise.measure(plain, [perturbed]))
+    if report.first is not None and report.first.phase != Phase.START.value and plain.draws_of_loop:
+        raise ScriptError(
+            f"{script}: {report.first}. But the script draws random numbers between its DataLoader and its model, "
+            "which are others on each rank: draw them in the data set, or run the script without them"
+        )
+    return with_samples_compared(report, recordings) if report.first is None else report
 
 
 def _check_same_course(script: str, plain: Recording, ranks: Sequence[Recording]) -> None:
@@ -154,6 +160,11 @@ def _check_same_course(script: str, plain: Recording, ranks: Sequence[Recording]
         raise ScriptError(
             f"{script}: '{plain.draws[0]}' draws random numbers in its forward, which are others on each rank: run the "
             "script without them"
+        )
+    if plain.trains_nothing:
+        raise ScriptError(
+            f"{script}: the optimizer's steps see no gradient and change no weight, also in one process: is the "
+            "optimizer built after the model is wrapped, and are gradients reduced before it steps?"
         )
     for rank, recording in enumerate(ranks):
         if recording.num_calls(1) != plain.num_calls(1):

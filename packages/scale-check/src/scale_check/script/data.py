@@ -58,6 +58,12 @@ class Samples:
             samples.of_model = [joined(args, "the arguments of the model") for args in of_model]
         return samples
 
+    @staticmethod
+    def are_equal(ranks: Sequence[Samples]) -> bool:
+        """Whether all ranks have had the same samples, as if the ranks divide the model or each batch."""
+        first, *others = [rank.of_loaders or rank.of_model for rank in ranks]
+        return all(_are_equal(first, other) for other in others)
+
     @classmethod
     def in_turn(cls, ranks: Sequence[Samples]) -> Samples:
         """The samples of all ranks, one rank after the other, for one process that makes as many forwards as they."""
@@ -129,8 +135,8 @@ def joined(batches: Sequence[Any], what: str = "a batch") -> Any:
 
 
 @contextmanager
-def keeping(samples: Samples) -> Iterator[None]:
-    """Keeps what the loaders of this process give."""
+def keeping(samples: Samples, before_batch: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Keeps what the loaders of this process give, and calls `before_batch` before they give a batch."""
 
     def read(loader: DataLoader[Any], number: int, batches: Iterator[Any]) -> Iterator[Any]:
         iteration: list[Any] = []
@@ -141,6 +147,7 @@ def keeping(samples: Samples) -> Iterator[None]:
             samples.lengths[number] = len(loader)
         for batch in batches:
             iteration.append(_copied(batch))
+            before_batch()
             yield batch
         samples.ended.add(place)
 
@@ -149,13 +156,15 @@ def keeping(samples: Samples) -> Iterator[None]:
 
 
 @contextmanager
-def replaying(samples: Samples) -> Iterator[None]:
-    """Has the loaders of this process give these samples, with the lengths of the ranks' loaders."""
+def replaying(samples: Samples, before_batch: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Has the loaders of this process give these samples, with the lengths of the ranks' loaders, as `keeping` does."""
     iterations_of = {number: enumerate(iterations) for number, iterations in samples.of_loaders.items()}
 
     def read(loader: DataLoader[Any], number: int, batches: Iterator[Any]) -> Iterator[Any]:
         place, iteration = next(iterations_of.get(number, iter(())), (-1, []))
-        yield from iteration
+        for batch in iteration:
+            before_batch()
+            yield batch
         if place >= 0 and (number, place) not in samples.ended:
             raise OutOfSamples  # The ranks' loader goes on, and nobody has its further batches.
 
@@ -241,6 +250,18 @@ def _loaders_read_by(read: _Read, length_of: Callable[[int, int], int]) -> Itera
     finally:
         del DataLoader.__init_subclass__
         hooks.put_back()
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, Tensor):
+        return value.dtype is other.dtype and torch.equal(value, other)
+    if isinstance(value, Mapping):
+        return value.keys() == other.keys() and all(_are_equal(value[key], other[key]) for key in value)
+    if isinstance(value, tuple | list):
+        return len(value) == len(other) and all(map(_are_equal, value, other))
+    return isinstance(value, int | float | str | bytes | None) and bool(value == other)
 
 
 def _has_mask(batch: Any) -> bool:

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from scale_check.noise import perturb
+from scale_check.noise import full_precision, perturb
 from scale_check.recording import Key, Recorder, Recording
 from scale_check.script import pickles
 from scale_check.script.data import OutOfSamples, Samples, keeping, replaying
 
 SEED = 0
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")  # Each has dropout between its layers.
 
 
 class EnoughSteps(BaseException):
@@ -71,6 +72,11 @@ class ScriptRecorder(Recorder):
         self._task, self._samples = task, samples
         self._perturbed: set[nn.Module] = set()
         self._num_calls = 0
+        self._states_of_batch: tuple[Any, ...] | None = None  # Of random generators, when a loader gave its last batch
+
+    def before_batch(self) -> None:
+        """Called before a loader gives a batch."""
+        self._states_of_batch = generator_states()
 
     def _before_module(self, module: nn.Module, args: Any) -> Any:
         is_outermost = self._depth == 0 and torch.is_grad_enabled()
@@ -78,6 +84,9 @@ class ScriptRecorder(Recorder):
         if is_outermost and self._task.perturbation and module not in self._perturbed:
             self._perturbed.add(module)
             perturb(module, self._task.perturbation)
+        if is_outermost and self._states_of_batch is not None:
+            self.recording.draws_of_loop |= self._states_of_batch != generator_states()
+            self._states_of_batch = None
         is_model = is_outermost and self._models.get(module) == ""
         if is_model and self.step == 1 and self.recording.num_forwards.get(1) == self._task.num_forwards is not None:
             self._on_last()
@@ -104,6 +113,7 @@ def without_dropout() -> Iterator[None]:
     """Switches dropout off: also in a right script each rank draws its own random numbers."""
     attention = functional.scaled_dot_product_attention
     originals = {name: getattr(functional, name) for name in _DROPOUTS}
+    recurrent = {name: getattr(torch._VF, name) for name in _RECURRENT}
 
     def without(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -116,12 +126,23 @@ def without_dropout() -> Iterator[None]:
             args = (*args[:4], 0.0, *args[5:])
         return attention(*args, **{**kwargs, **({"dropout_p": 0.0} if "dropout_p" in kwargs else {})})
 
+    def recurrent_without(original: Callable[..., Any]) -> Callable[..., Any]:
+        def network(*args: Any) -> Any:
+            # The probability is the one float, at a place that depends on whether the sequences are packed.
+            return original(*(0.0 if type(arg) is float else arg for arg in args))
+
+        return network
+
     functional.scaled_dot_product_attention = scaled_dot_product_attention
     for name, original in originals.items():
         setattr(functional, name, without(original))
+    for name, network in recurrent.items():
+        setattr(torch._VF, name, recurrent_without(network))
     try:
         yield
     finally:
+        for name, network in recurrent.items():
+            setattr(torch._VF, name, network)
         functional.scaled_dot_product_attention = attention
         for name, original in originals.items():
             setattr(functional, name, original)
@@ -174,6 +195,15 @@ def seed_everything(seed: int) -> None:
         numpy.random.seed(seed)
 
 
+def generator_states() -> tuple[Any, ...]:
+    """The states of the generators that `seed_everything` seeds."""
+    states: tuple[Any, ...] = random.getstate(), bytes(torch.get_rng_state().tolist())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, position, *_ = numpy.random.get_state()
+        states += name, keys.tobytes(), position
+    return states
+
+
 def run_task(task: ScriptTask) -> int:
     """Runs the script and writes what it has computed; returns the exit code of the process."""
     samples = Samples()
@@ -182,8 +212,10 @@ def run_task(task: ScriptTask) -> int:
     script = task.arguments[0]
     code = 0
     seed_everything(SEED)
-    loaders = keeping(samples) if task.samples is None else replaying(task.samples)
-    with recorder.hooks(), loaders, without_dropout(), exact_norms(recorder.add_before_clipping):
+    before_batch = recorder.before_batch
+    loaders = keeping(samples, before_batch) if task.samples is None else replaying(task.samples, before_batch)
+    exact = exact_norms(recorder.add_before_clipping)
+    with recorder.hooks(), loaders, without_dropout(), full_precision(), exact:
         try:
             if task.is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
