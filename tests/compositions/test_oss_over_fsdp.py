@@ -311,3 +311,29 @@ def test_a_step_takes_two_collectives_and_one_bucket(numel: int) -> None:
         assert simulation.peak_bytes - before <= 4 * numel * 4
         state = sum(entry["momentum_buffer"].numel() for entry in optimizer.optim.state.values())
         assert state == 4 * 64 * 64 and simulation.current_bytes == before
+
+
+class NormalizedSGD(Optimizer):
+    """Divides by one norm of all gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            param.sub_(self.param_groups[0]["lr"] / norm * param.grad)
+
+
+def test_a_norm_over_all_tensors_goes_without_oss() -> None:
+    model = fully_shard(nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"OSS: NormalizedSGD updates each .*Use NormalizedSGD on the shards, without"):
+        OSS(model.parameters(), NormalizedSGD)
+    optimizer = NormalizedSGD(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    moved = torch.cat([(before[name] - value).flatten() for name, value in model.state_dict().items()])
+    torch.testing.assert_close(moved.norm(), torch.tensor(0.1), rtol=1e-3, atol=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import secrets
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
+from scale_core.optim.joint_update import has_joint_update
 from scale_core.optim.traits import KINDS, check_kind, is_elementwise
 from scale_oss import OSS, OSSOptions, OuterStep, ShardedDataParallel, split_by
 
@@ -117,3 +120,59 @@ def test_script_modules_need_a_gather_in_the_step() -> None:
     with pytest.raises(ValueError, match=r"ScriptModule in the module takes no hooks.*Write overlap_gather=False"):
         ShardedDataParallel(model, optimizer)
     ShardedDataParallel(model, optimizer, overlap_gather=False)(torch.ones(1, 2)).sum().backward()
+
+
+class _LARS(Optimizer):
+    """Norms of single tensors."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        for param, norm in zip(params, self.grad_norms(params), strict=True):
+            param.add_(param.grad, alpha=-self.param_groups[0]["lr"] / norm)
+
+    def grad_norms(self, params: list[nn.Parameter]) -> list[float]:
+        return [float(param.grad.norm()) for param in params if param.grad is not None]
+
+
+class _NormalizedSGD(_LARS):
+    """One norm of all gradients, read as a number."""
+
+    def grad_norms(self, params: list[nn.Parameter]) -> list[float]:
+        norms = super().grad_norms(params)
+        return [sum(norm**2 for norm in norms) ** 0.5] * len(params)
+
+
+class _Noisy(_LARS):
+    """Random numbers that no seed of torch or Python repeats."""
+
+    def grad_norms(self, params: list[nn.Parameter]) -> list[float]:
+        return [1.0 + secrets.randbelow(1000) for _ in params]
+
+
+def test_a_norm_over_all_tensors_needs_together() -> None:
+    params = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match=r"_NormalizedSGD updates each tensor by numbers from all.*together=True\)"):
+        OSS(params, _NormalizedSGD, lr=0.5)
+    plain = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizers = [OSS(params, _NormalizedSGD, options=OSSOptions(together=True)), _NormalizedSGD(plain)]
+    for optimizer in optimizers:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(params, plain, strict=True))
+
+
+@pytest.mark.parametrize("optim_class", [_LARS, _Noisy, torch.optim.Adam])
+def test_other_optimizers_need_no_together(optim_class: type[Optimizer]) -> None:
+    assert not has_joint_update(optim_class, {"lr": 0.5})
+
+
+def test_a_trial_that_fails_decides_nothing_and_draws_nothing() -> None:
+    before = torch.get_rng_state(), random.getstate()
+    assert not has_joint_update(_NormalizedSGD, {"unknown": 1})
+    assert has_joint_update(_NormalizedSGD, {})
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]

@@ -34,7 +34,7 @@ from scale_core.optim.step_hooks import OptimizerSteps
 from scale_core.optim.traits import check_kind, constructor_arguments, is_elementwise
 from scale_core.shard import as_local, on_local_tensors, stages_of
 from scale_oss.buckets.bucket import Bucket
-from scale_oss.buckets.bucketing import BucketAssigner, check_no_layer_shards, describe_groups
+from scale_oss.buckets.bucketing import BucketAssigner, check_no_layer_shards, check_separate_updates, describe_groups
 from scale_oss.buckets.full_param_bucket import FullParamBucket
 from scale_oss.buckets.state_placement import ranks_of_shards
 from scale_oss.inner_methods import check_call, inner_attribute
@@ -122,6 +122,8 @@ class OSS(OSSStep):
         self.gets_reduced_gradients = False  # `ShardedDataParallel` averages gradients into the pieces.
         self.reduced_by: weakref.ref[nn.Module] | None = None  # who does so
         super().__init__(params, dict(defaults))
+        if not self.together:
+            check_separate_updates(optim, defaults, self._all_params())
         self.shard_group = (
             ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group, "edp")
         )

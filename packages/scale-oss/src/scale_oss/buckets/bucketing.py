@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from scale_core.comm.group import Group
 from scale_core.consistency.contract import Contract
 from scale_core.dtensor import is_dtensor
 from scale_core.flat.layout import alignment_of
+from scale_core.optim.joint_update import has_joint_update
+from scale_core.optim.traits import KINDS, constructor_arguments
 from scale_core.parameters import check_memory_unshared
 from scale_core.shard import check_undivided, is_divided, on_local_tensors, unit_shard_of
 from scale_oss.buckets.bucket import Bucket
@@ -130,8 +133,9 @@ class BucketAssigner:
             )
         if self._together and (unit_shard_of(param) is not None or is_divided(param)):
             raise ValueError(
-                f"OSS: {self._optim_name} needs all tensors on one rank, but '{name}' is a shard. Take another "
-                "optimizer, or ShardedDataParallel for the model"
+                f"OSS: {self._optim_name} needs all tensors on one rank, but '{name}' is a shard. If its step can be "
+                "written with sums and norms of single tensors, use it without OSS, because those count all ranks. "
+                "Otherwise take a different optimizer, or ShardedDataParallel for the model"
             )
 
     def _add_replicated(
@@ -239,6 +243,25 @@ def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, fir
 
 
 @on_local_tensors
+def check_separate_updates(optim_class: type[Optimizer], defaults: Mapping[str, Any], params: Iterable[Tensor]) -> None:
+    """Raises ValueError if the update of one tensor depends on others, which another rank may own."""
+    if optim_class in KINDS or not has_joint_update(optim_class, constructor_arguments(optim_class, defaults)):
+        return
+    name = optim_class.__name__
+    if any(unit_shard_of(param) is not None for param in params):
+        remedy = (
+            f"Use {name} on the shards, without OSS, and compute its number from norms and sums of single tensors, "
+            "which count all ranks there"
+        )
+    else:
+        remedy = f"So that one rank updates all, pass OSS(..., {name}, options=OSSOptions(together=True))"
+    raise ValueError(
+        f"OSS: {name} updates each tensor by numbers from all tensors, for example a norm over all of them, and each "
+        f"rank would see only the tensors that it owns. {remedy}. If it only clips by the norm of all gradients, "
+        "switch that off, and call optimizer.clip_grad_norm_() before step()"
+    )
+
+
 def describe_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> Iterator[str]:
     """Yields a line per parameter, which must be equal on all ranks."""
     for number, group in enumerate(groups, first):

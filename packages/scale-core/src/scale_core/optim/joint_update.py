@@ -1,0 +1,68 @@
+"""A trial of an unknown optimizer on small tensors: whether its update of one tensor depends on the others.
+
+`OSS` gives each rank some of the tensors. If an optimizer computes one number from all of them, for example a norm to
+clip by, each rank would compute a different number, without an error. So the class takes a few steps on two small
+parameters, twice. The second time the other parameter has larger values and gradients. If the first parameter then
+moves differently, the update is joint.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from scale_core.shard import as_local
+
+_NUM_STEPS = 3  # The first one only measures in D-Adaptation and its relatives.
+
+
+def has_joint_update(optim_class: type[Optimizer], defaults: Mapping[str, Any]) -> bool:
+    """Returns whether a trial shows that the update of one parameter depends on the other parameters.
+
+    False where the trial can't run, for example because the class takes no plain list of parameters.
+
+        >>> import torch
+        >>> has_joint_update(torch.optim.Adam, {"lr": 0.1})
+        False
+
+    Args:
+        optim_class: A class of optimizers.
+        defaults: Arguments of its constructor. They are copied.
+    """
+    state = random.getstate()
+    try:
+        with (
+            as_local(),
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            torch.compiler.set_stance("force_eager"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            values = [_first_param_after_steps(optim_class, defaults, factor) for factor in (1.0, 1.0, 64.0)]
+    except Exception:  # If a trial can't run, that says nothing about a real step.
+        return False
+    finally:
+        random.setstate(state)
+    first, repeated, with_larger_other = values
+    return torch.equal(first, repeated) and not torch.equal(first, with_larger_other)
+
+
+def _first_param_after_steps(optim_class: type[Optimizer], defaults: Mapping[str, Any], factor: float) -> Tensor:
+    """Returns the first of two parameters after some steps; `factor` scales the other one and its gradients."""
+    torch.manual_seed(0)
+    random.seed(0)
+    grads = torch.randn(_NUM_STEPS, 2, 4, 4)
+    params = [nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4) * factor)]
+    optimizer = optim_class(params, **copy.deepcopy(dict(defaults)))
+    for first_grad, other_grad in grads:
+        params[0].grad, params[1].grad = first_grad.clone(), other_grad * factor
+        optimizer.step()
+    return params[0].detach()
