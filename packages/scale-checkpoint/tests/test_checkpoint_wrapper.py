@@ -103,6 +103,11 @@ def test_full_names_match_and_shared_modules_are_wrapped_once() -> None:
     assert checkpoint_modules(net, [r"layers\.[02]", "tied"]) == ["layers.0", "layers.2"] == treated_names(net)
 
 
+def test_one_pattern_needs_no_list() -> None:
+    net = model()
+    assert checkpoint_modules(net, r"layers\.[02]") == ["layers.0", "layers.2"] == treated_names(net)
+
+
 def test_a_function_says_what_is_done_with_each() -> None:
     net = model()
     how = {"layers.1": "offload", "head": ["addmm"], "layers.2": "keep"}
@@ -139,9 +144,9 @@ def test_a_pattern_that_matches_nothing_says_what_is_there(pattern: str, said: s
     net = model()
     with pytest.raises(ValueError, match=said):
         checkpoint_modules(net, ["head", pattern])
-    assert treated_names(net) == []
-    with pytest.raises(TypeError, match="got one string"):
+    with pytest.raises(ValueError, match=said):
         checkpoint_modules(net, pattern)
+    assert treated_names(net) == []
 
 
 def test_a_wrong_argument_for_one_module_changes_none() -> None:

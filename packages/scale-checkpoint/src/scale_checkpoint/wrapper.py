@@ -221,7 +221,7 @@ ModulePolicy: TypeAlias = Callable[[str, nn.Module], How | None]
 @checked_arguments(own="select")
 def checkpoint_modules(
     model: nn.Module,
-    select: Collection[str] | type[nn.Module] | ModulePolicy,
+    select: str | Collection[str] | type[nn.Module] | ModulePolicy,
     how: How = "recompute",
     *,
     offload_to: Target = "host",
@@ -232,16 +232,16 @@ def checkpoint_modules(
         >>> from torch import nn
         >>> from scale_checkpoint import checkpoint_modules
         >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        >>> checkpoint_modules(model, [r"[01]"])
+        >>> checkpoint_modules(model, r"[01]")
         ['0', '1']
         >>> checkpoint_modules(model, lambda name, module: "offload" if name == "2" else None)
         ['2']
 
     Args:
         model: Changed in place. It has no name itself, and is not chosen.
-        select: Regular expressions for full names, as `named_modules` gives them: `r"layers\.\d+"`; or a class,
-            whose modules are all chosen; or a function of name and module that returns one of the words and policies
-            that `how` takes, or None for nothing.
+        select: A regular expression for full names, as `named_modules` gives them, for example `r"layers\.\d+"`, or
+            several; or a class, whose modules are all chosen; or a function of name and module that returns one of
+            the words and policies that `how` takes, or None for nothing.
         how: The treatment of those whose names or class match, as `apply_checkpointing` takes it.
         offload_to: "host" or the path of a folder.
         offload_inputs: Of modules that are recomputed: keep their inputs there, too.
@@ -250,15 +250,12 @@ def checkpoint_modules(
         The names of the modules that were chosen, in the order of the model.
 
     Raises:
-        TypeError: `select` is one string.
         ValueError: A pattern is not a regular expression, or matches nothing (the error lists near names) or only a
             list of modules, which is never called; or no module is of the class; or `how` is none: see
             `apply_checkpointing`. Nothing was changed.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """
-    if isinstance(select, str):
-        raise TypeError(f"select holds several patterns, but got one string, {select!r}: write [{select!r}]")
     names = _names_of(model)
     if isinstance(select, type):
         chosen = _by_class(names, select, how)
@@ -266,7 +263,8 @@ def checkpoint_modules(
         decided = {module: select(called[0], module) for module, called in names.items() if _is_called(module)}
         chosen = {module: policy for module, policy in decided.items() if policy is not None}
     else:
-        chosen = dict.fromkeys(modules_by_name(model, select, "select"), how)
+        patterns = [select] if isinstance(select, str) else select
+        chosen = dict.fromkeys(modules_by_name(model, patterns, "select"), how)
     # Nothing is changed before all is checked; operators given as an iterator for several modules are read once.
     configs: dict[int, CheckpointConfig | None] = {}
     for kind in chosen.values():

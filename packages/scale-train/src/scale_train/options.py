@@ -18,12 +18,12 @@ class DataOptions:
     """
 
     text: tuple[Path, ...] = ()
-    """Files or folders to learn from: text, or JSON lines (.jsonl) with a document per line. Folders named test or
-    tests are skipped. By default it reads the source code of Python's standard library."""
+    """Files or folders to learn from. A file is text, or JSON lines (.jsonl) with a document per line. Folders named
+    test or tests are skipped. By default it reads the source code of Python's standard library."""
     text_field: str = "text"
     """Field with the text in each object of a JSON-lines file."""
     tokenizer: str | None = None
-    """byte, or a tokenizer.json (or its folder) for the library tokenizers; by default the tokenizer in the folder of
+    """byte, or a tokenizer.json (or its folder) for the library tokenizers. By default the tokenizer in the folder of
     --model, or byte."""
     token_cache: Path | None = None
     """Folder that keeps tokens for the next run; by default in the user's cache. Bytes are not kept."""
@@ -66,10 +66,10 @@ class ModelOptions:
     top_k: int = 2
     """With --experts: number of experts that each token goes to."""
     shared_experts: int = 0
-    """With --experts: number of experts for all tokens, built as one layer of that multiple of the width."""
+    """With --experts: number of experts for all tokens. They are one layer of that multiple of the width."""
     capacity_factor: float = 0.0
-    """With --experts: in training, an expert takes at most this multiple of its even share of a micro-batch of all
-    ranks (0: no limit). It drops further tokens."""
+    """With --experts: limit of an expert's tokens, as a multiple of its even share. 0 is no limit. In training, further
+    tokens of a micro-batch of all ranks are dropped."""
     aux_loss_coef: float = 0.01
     """With --experts: factor of the load balancing loss. It adds to the gradients, but not to the reported loss."""
     model: Path | None = None
@@ -90,10 +90,11 @@ class ParallelOptions:
     """
 
     ranks: int | None = None
-    """Number of local ranks to start; by default one per GPU, or two on a CPU of several cores. Not under torchrun."""
+    """Number of local ranks to start. By default one per GPU, or two on a CPU of several cores. Not under torchrun."""
     parallel: Literal["fsdp", "sharded-ddp", "oss", "ddp", "pipe", "none"] = "fsdp"
-    """fsdp shards parameters, gradients and optimizer state; sharded-ddp shards gradients and state; oss shards only
-    the state; ddp replicates all; pipe puts some blocks on each rank; none is one plain process."""
+    """How ranks share the training. fsdp shards parameters, gradients and optimizer state; sharded-ddp shards gradients
+    and state; oss shards only the state; ddp replicates all; pipe puts some blocks on each rank; none is one plain
+    process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is cuda if there is a GPU, otherwise cpu."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -107,9 +108,8 @@ class ParallelOptions:
     checkpoint_activations: str = field(
         default="none", metadata={"bare": "all", "placeholder": "[all|selective|budget:SIZE|none]"}
     )
-    """Recompute activations of blocks in the backward pass: all of them, or selective, which keeps results of linear
-    layers and attention, or budget:2GiB, which plans what fits that memory of a device. Without a word it means
-    all."""
+    """Recompute activations of blocks in the backward pass. all (also without a word) recomputes all of them; selective
+    keeps results of linear layers and attention; budget:2GiB plans what fits that memory of a device."""
     offload_activations: bool = False
     """Move activations of blocks to host memory until the backward pass."""
     tensor_parallel: int = 1
@@ -137,8 +137,8 @@ class ParallelOptions:
         "zb_h1", "zb_v", "v_half", "v_min", "dual_pipe_v", "solve",
     ] = "1f1b"
     # fmt: on
-    """With pipe: gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v, or
-    solve, which measures a step and finds a schedule for it."""
+    """With pipe: the order of forwards and backwards. solve measures a step and finds a schedule for it; the others are
+    gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min and dual_pipe_v."""
     chunks: int = 8
     """With pipe: number of micro-batches."""
     data_parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -176,11 +176,11 @@ class OptimizerOptions:
     """Implementation of torch's AdamW. fused is by far the fastest. It equals plain, which updates one parameter at a
     time, within about 2 units in the last place."""
     adascale: bool = False
-    """Treat --lr, --warmup and --steps as tuned for a small batch, and run fewer, larger steps. The small batch is a
-    micro-batch of one rank, or with pipe of one pipeline."""
+    """Treat --lr, --warmup and --steps as tuned for a small batch. Then it runs fewer, larger steps. The small batch is
+    a micro-batch of one rank, or with pipe of one pipeline."""
     adascale_scale: float = 0.0
-    """With --adascale: --batch divided by the small batch (0: ranks times --accumulate, or with pipe, pipelines times
-    --chunks)."""
+    """With --adascale: --batch divided by the small batch. 0 is ranks times --accumulate, or with pipe, pipelines times
+    --chunks."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ class RunOptions:
     log_format: Literal["auto", "rich", "plain", "json"] = "auto"
     """rich is a progress bar, json is one object per line. auto is rich on a terminal, otherwise plain."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Also log to these, if they are installed: TensorBoard into the run's folder, Weights & Biases by its settings
-    (WANDB_PROJECT, WANDB_MODE)."""
+    """Also log to these, if they are installed. TensorBoard writes into the run's folder; Weights & Biases takes its
+    own settings (WANDB_PROJECT, WANDB_MODE)."""
     peak_flops: float | None = None
     """Peak operations per second of one device, for the logged utilization (MFU). By default known for common GPUs, in
     bf16 and fp16."""

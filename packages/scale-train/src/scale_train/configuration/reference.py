@@ -41,6 +41,8 @@ A value that is not set has no default in the table; a file leaves it out. Sizes
 brackets: a value outside of them raises an error before any memory is taken.
 """
 
+_MAX_WORDS_IN_CELL = 15
+
 
 def reference() -> str:
     """Returns the page."""
@@ -53,7 +55,17 @@ def reference() -> str:
         parts += [f"\n## `[{table}]`, `{options.__name__}`\n", f"\n{table_help(table)}\n"]
         parts += ["\n| flag | key, field | value | default | meaning |\n", "|---|---|---|---|---|\n"]
         parts += [_row(field) for field in fields]
+        further = [(field.flag, text) for field in fields if (text := _split_help(field)[1])]
+        parts += ["\n", *(f"- `{flag}`: {text}\n" for flag, text in further)] if further else []
     return "".join(parts)
+
+
+def _split_help(field: OptionField) -> tuple[str, str]:
+    """Returns what stands in the table, and the further sentences of a long help, which stand below it."""
+    if len(field.help.split()) <= _MAX_WORDS_IN_CELL:
+        return field.help, ""
+    first, end, further = field.help.partition(". ")
+    return (f"{first}.", further) if end else (field.help, "")
 
 
 def _row(field: OptionField) -> str:
@@ -63,7 +75,7 @@ def _row(field: OptionField) -> str:
         f"`{field.name}`",
         _values(field),
         f"`{default}`" if default else "",
-        field.help.replace("|", "\\|"),
+        _split_help(field)[0].replace("|", "\\|"),
     )
     return f"| {' | '.join(cells)} |\n"
 
