@@ -34,6 +34,11 @@ class Speed(NamedTuple):
 class Suggestion(NamedTuple):
     """A batch size and its estimated goodput.
 
+        >>> from scale_adascale import suggest_batch_size
+        >>> best = suggest_batch_size({64: 0.50, 128: 0.52, 256: 0.56}, noise=400, base_batch_size=64)
+        >>> best.batch_size, round(best.efficiency, 2)
+        (512, 0.51)
+
     Attributes:
         batch_size: Samples of one step, over all ranks.
         goodput: Samples per second, in samples of the base batch size.

@@ -22,6 +22,11 @@ from scale_adascale.gain import is_real
 class NoiseScale(NamedTuple):
     """A gradient noise scale, in samples.
 
+        >>> from scale_adascale import NoiseScale
+        >>> noise = NoiseScale(value=400.0, low=250.0, high=900.0)  # of optimizer.noise_scale(64)
+        >>> noise.low < noise.value < noise.high
+        True
+
     Attributes:
         value: The estimate; infinite where no gradient can be seen through the noise.
         low: The lower end of the confidence interval, at least 0.

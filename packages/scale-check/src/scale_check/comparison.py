@@ -30,7 +30,11 @@ _ON_BOTH_SIDES = (Phase.START, Phase.OUTPUT, Phase.LOSS, Phase.GRADIENT, Phase.W
 
 
 class ParityVerdict(enum.Enum):
-    """What a comparison has found.
+    """The verdict of a comparison.
+
+        >>> from scale_check import ParityVerdict
+        >>> [verdict.name for verdict in ParityVerdict]
+        ['EQUAL', 'ROUNDING', 'BUG']
 
     See also: [the guide to comparing with one process](../guides/check.md).
     """
@@ -44,17 +48,22 @@ class ParityVerdict(enum.Enum):
 class FirstDifference:
     """The first tensor that differs; of the gradients that an optimizer steps on, the one that differs most.
 
+        >>> from scale_check import FirstDifference
+        >>> difference = FirstDifference(1, "gradient of", "head.weight", (1,), (0, 3), 0.5, 0.25, ratio=4e6)
+        >>> difference.name, difference.ranks  # rank 1 has 0.25 where one process has 0.5
+        ('head.weight', (1,))
+
     Attributes:
         step: The optimizer's step, from 1.
-        phase: What the tensor is, such as "gradient of".
+        phase: The kind of the tensor, for example "gradient of".
         name: The module or the parameter, by its name in the plain model.
-        ranks: Which ranks have it otherwise.
+        ranks: The ranks that differ; if a tensor is divided, all ranks that have a part of it.
         index: Where it differs most, in the full tensor. None stands for all indices of a dimension: then `expected`
             and `actual` are sums of these elements.
-        expected: What one process has there.
-        actual: What the ranks have there.
+        expected: The value of one process there.
+        actual: The value of the ranks there.
         ratio: How many times the rounding of the program the difference is; infinite where a rank has no such tensor.
-        why: What differs, where that is not a number: a shape, or a tensor that is missing.
+        why: The difference, if it is not a number, for example a shape or a missing tensor.
 
     See also: [the guide to comparing with one process](../guides/check.md).
     """
@@ -90,13 +99,19 @@ class FirstDifference:
 class Report:
     """The result of a comparison.
 
+        >>> import torch
+        >>> from scale_check import parity
+        >>> report = parity(lambda: torch.nn.Linear(4, 2), ranks=1, batches=[torch.ones(2, 4)])
+        >>> report.first is None, report.num_compared > 0
+        (True, True)
+
     Attributes:
         verdict: Equal to the bit, but for rounding, or different.
         first: The first difference that is not rounding; None where there is none.
         num_compared: How many tensors were compared.
-        largest_ratio: Of all tensors, the largest difference beside the program's rounding.
+        largest_ratio: The largest difference of all tensors, as a multiple of the program's rounding.
         equal_before: The last tensor before the first difference, in words; "" where there is none.
-        also: How many other tensors differ, too.
+        also: How many more tensors differ.
         num_nan: How many tensors have a NaN, at the same places.
         differences: The difference of each tensor that differs, in the order of time.
 

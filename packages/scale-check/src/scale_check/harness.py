@@ -27,10 +27,12 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 class ParityError(AssertionError):
-    """The ranks compute something else than one process.
+    """The ranks compute different numbers than one process.
 
     Attributes:
         report: What was compared, and the first difference.
+
+    See also: [the guide to comparing with one process](../guides/check.md).
     """
 
     def __init__(self, report: Report) -> None:

@@ -39,11 +39,20 @@ from scale_core.arguments import checked_arguments
 class LayerTrace:
     """One pass through a module, without the modules inside it.
 
+        >>> import torch
+        >>> from scale_checkpoint import LayerMemoryTracker
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256))
+        >>> with LayerMemoryTracker(model) as tracker:
+        ...     output = model(torch.randn(32, 64))
+        >>> trace = next(trace for trace in tracker.memory_traces if trace.module_name == "0")
+        >>> trace.end_bytes - trace.start_bytes == output.nbytes
+        True
+
     Attributes:
         module_name: Qualified; empty for operators outside of the model.
         kind: The name of its class.
         is_forward: Whether it is a forward or a backward.
-        start_bytes: The live memory when it began, over the memory when the tracker was started.
+        start_bytes: The live memory when it began, minus the memory when the tracker was started.
         peak_bytes: The most that lived while it ran.
         end_bytes: The live memory when it ended.
 
@@ -233,10 +242,15 @@ def _signed(num_bytes: int) -> str:
 class SuggestedCheckpoints:
     """Where to checkpoint.
 
+        >>> from scale_checkpoint.memory_tracker import LayerTrace, suggest_checkpoint_location
+        >>> forward = [LayerTrace(name, "Linear", True, 0, size, size) for name, size in zip("abcde", [4, 1, 3, 6, 2])]
+        >>> suggest_checkpoint_location(forward, num_checkpoints=1).all_modules
+        ('a', 'b', 'c', 'd', 'e')
+
     Attributes:
-        max_memory: The most bytes that lie between two neighboring checkpoints.
+        max_memory: The most bytes between two neighboring checkpoints.
         split_modules: The modules at which a new checkpointed part begins.
-        all_modules: Those that were looked at.
+        all_modules: The modules that were considered.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """

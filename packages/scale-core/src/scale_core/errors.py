@@ -43,7 +43,10 @@ R = TypeVar("R")
 
 
 class ScaleError(RuntimeError):
-    """The base of all of them; each can be pickled, with its attributes and notes."""
+    """The base class of all errors here; each can be pickled, with its attributes and notes.
+
+    See also: [all error classes](../guides/troubleshooting.md#error-classes).
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (type(self), self.args, self.__dict__)
@@ -60,6 +63,8 @@ class LaunchError(ScaleError):
     """The ranks did not find each other, or do not belong together; the message lists the variables that this rank saw.
 
     Also raised where a launcher has started several ranks and a function is called before their process group exists.
+
+    See also: [what to do about a LaunchError](../guides/troubleshooting.md#launcherror).
     """
 
 
@@ -90,6 +95,8 @@ class ScaleDistributedError(ScaleError):
         unit: The unit (module, bucket, stage) at which it was seen.
         op: The common operation, for example "all_gather" or "saving runs/1/step-00000012".
         last_snapshot: The last complete snapshot that this process has written or read, to start again from.
+
+    See also: [what to do about a ScaleDistributedError](../guides/troubleshooting.md#scaledistributederror).
     """
 
     def __init__(
@@ -112,7 +119,10 @@ class ScaleDistributedError(ScaleError):
 
 
 class ContractError(ScaleDistributedError):
-    """The ranks have run, or are about to run, different things."""
+    """The ranks have run, or are about to run, different things.
+
+    See also: [what to do about a ContractError](../guides/troubleshooting.md#contracterror).
+    """
 
 
 class DivergenceError(ContractError):
@@ -121,6 +131,8 @@ class DivergenceError(ContractError):
     Attributes:
         names: The differences, by qualified name and shape.
         ranks: The ranks of the group that hold other values than most ranks do.
+
+    See also: [what to do about a DivergenceError](../guides/troubleshooting.md#divergenceerror).
     """
 
     def __init__(
@@ -136,6 +148,8 @@ class StepError(ScaleDistributedError):
 
     Parameters and the optimizer's state are as they were before the step, and training can go on with the next batch.
     For gradients accumulated before it, see the guide of the technique.
+
+    See also: [what to do about a StepError](../guides/troubleshooting.md#steperror).
     """
 
 
@@ -151,6 +165,8 @@ class TransferError(ScaleDistributedError):
     Attributes:
         gone: `peer`, where that rank has closed the connection, as it does by ending; otherwise None.
         fact: The message without the advice.
+
+    See also: [what to do about a TransferError](../guides/troubleshooting.md#transfererror).
     """
 
     def __init__(self, op: str, peer: int | None, cause: str, *, rank: int | None = None) -> None:
@@ -175,7 +191,10 @@ def _reason_of(cause: str, who: str) -> tuple[str, bool]:
 
 
 class ShardedTensorError(ScaleError):
-    """A function of torch needs elements of a tensor that other ranks have; nothing was changed."""
+    """A function of torch needs elements of a tensor that other ranks have; nothing was changed.
+
+    See also: [what to do about a ShardedTensorError](../guides/troubleshooting.md#shardedtensorerror).
+    """
 
 
 def renamed_arguments(**lines: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -155,6 +155,12 @@ def _count(number: int, what: str) -> str:
 class DescribedBuffer:
     """Parameters of one unit that share a dtype, a device, and whether they train.
 
+        >>> import torch
+        >>> from scale_fsdp import describe, fully_shard
+        >>> [buffer] = describe(fully_shard(torch.nn.Linear(4, 3))).units[0].buffers
+        >>> buffer.names, buffer.num_elements, buffer.dtype
+        (('weight', 'bias'), 15, torch.float32)
+
     Attributes:
         names: Qualified names.
         num_elements: Of all of them, on all ranks together.
@@ -203,6 +209,12 @@ class DescribedBuffer:
 @dataclass(frozen=True)
 class DescribedUnit:
     """One unit, as `fully_shard` made it.
+
+        >>> import torch
+        >>> from scale_fsdp import describe, fully_shard
+        >>> [unit] = describe(fully_shard(torch.nn.Linear(4, 3))).units
+        >>> unit.name, unit.module_class
+        ('', 'Linear')
 
     Attributes:
         name: Its module's qualified name; "" is the module that was described.
@@ -254,16 +266,22 @@ class Description:
 
     Activations are not counted, nor are temporary copies of a collective.
 
+        >>> import torch
+        >>> from scale_fsdp import describe, fully_shard
+        >>> description = describe(fully_shard(torch.nn.Linear(4, 3)))
+        >>> description.shards, description.gradients  # bytes of 15 parameters in fp32, with padding and without
+        (96, 60)
+
     Attributes:
         model_class: The name of the class of the module that was described.
         units: In the order of `named_modules`.
-        shards: Of parameters, always there.
-        gathered_at_most: Of full parameters at once: a unit, those around it, those that it shares with, the part that
-            stays of others after their forward, and the largest other one, which is prefetched.
-        gradients: Of the shards that train, once reduced.
-        flat_gradients_at_most: Of one unit's gradients before they are reduced; under `no_sync` all units' together.
-        state_of_elementwise_optimizer: Of each state of an optimizer that keeps one number per element, in the dtype of
-            the shards: Adam has two, SGD with momentum one.
+        shards: Bytes of the parameters' shards, which are always in memory.
+        gathered_at_most: The most bytes of full parameters at one time: a unit, the units around it and those that it
+            shares with, the part of other units that stays after their forward, and the largest other unit, prefetched.
+        gradients: Bytes of the reduced gradients of the shards that train.
+        flat_gradients_at_most: Bytes of one unit's gradients before they are reduced; under `no_sync`, of all units.
+        state_of_elementwise_optimizer: Bytes of each state of an optimizer with one number per element, in the dtype of
+            the shards. Adam has two such states, SGD with momentum one.
         gather_order: For each kind of pass that has run, the names of the units in the order in which they were used.
 
     See also: [the guide to FSDP](../guides/fsdp.md).

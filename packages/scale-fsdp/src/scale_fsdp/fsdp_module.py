@@ -32,6 +32,13 @@ from scale_fsdp.summon import full_params, full_params_for_apply
 class UnshardHandle:
     """Returned by `unshard(async_op=True)`.
 
+        >>> import torch
+        >>> from scale_fsdp import fully_shard
+        >>> model = fully_shard(torch.nn.Linear(4, 3))
+        >>> handle = model.unshard(async_op=True)  # the gather runs
+        >>> handle.wait()  # before the parameters are used
+        >>> model.reshard()
+
     See also: [the guide to FSDP](../guides/fsdp.md).
     """
 

@@ -60,7 +60,12 @@ class CheckpointOptions(_Base):
 
 
 class FSDPOptions(CheckpointOptions):
-    """Options of `fully_shard`."""
+    """Options of `fully_shard`.
+
+        strategy = ScaleFSDPStrategy(class_policy(Block), reshard_after_forward=True)
+
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
+    """
 
     def __init__(
         self, auto_wrap_policy: Any = None, *, state_dict_type: StateDictType = "full", **options: Any
@@ -114,7 +119,12 @@ class OSSStrategyOptions(CheckpointOptions):
 
 
 class ShardedDDPOptions(OSSStrategyOptions):
-    """Options of `ShardedDataParallel` and of `OSS`."""
+    """Options of `ShardedDataParallel` and of `OSS`.
+
+        strategy = ScaleShardedDDPStrategy(oss_options={"broadcast_fp16": True})
+
+    See also: [the guide to Lightning](../guides/trainers.md#lightning).
+    """
 
     def __init__(
         self,

@@ -59,6 +59,14 @@ _IDLE_SECONDS = 24 * 3600.0
 class Snapshot:
     """A snapshot that was read.
 
+        >>> import tempfile, torch
+        >>> import scale_snapshot
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(4, 3)
+        >>> path = scale_snapshot.save(folder, 12, {"model": model}, extra={"epoch": 2})
+        >>> snapshot = scale_snapshot.load(folder, {"model": model})
+        >>> snapshot.step, snapshot.extra
+        (12, {'epoch': 2})
+
     Attributes:
         path: Its directory.
         step: The training step that it was taken after.

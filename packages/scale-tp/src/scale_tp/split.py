@@ -190,6 +190,11 @@ class Split:
 class HeadSplit(NamedTuple):
     """Which attention heads each rank computes.
 
+        >>> from scale_tp.split import split_heads
+        >>> heads = split_heads(6, 2, 4)  # 6 query heads and 2 of keys and values, on 4 ranks
+        >>> heads.query.sizes
+        (2, 1, 2, 1)
+
     See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
     """
 

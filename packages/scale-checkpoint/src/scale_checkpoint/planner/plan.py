@@ -29,6 +29,8 @@ class BudgetError(ScaleError, ValueError):
 
     Attributes:
         minimum_bytes: The smallest budget that a plan fits.
+
+    See also: [what to do about a BudgetError](../guides/troubleshooting.md#budgeterror).
     """
 
     def __init__(self, message: str, minimum_bytes: int) -> None:

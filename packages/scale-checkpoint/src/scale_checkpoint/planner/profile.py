@@ -49,6 +49,14 @@ FORMAT = 3
 class MemoryProfile:
     """Costs of the segments of a step, from which plans for any budget are made.
 
+        >>> import torch
+        >>> from torch import nn
+        >>> from scale_checkpoint.planner.profile import profile_memory
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)))
+        >>> profile = profile_memory(model, torch.randn(128, 64), repeats=1)
+        >>> list(profile.blocks), profile.device
+        (['0', '1'], 'cpu')
+
     Attributes:
         segments: In the order of the forward; bytes count all that lives, parameters, buffers and inputs included.
         boundary_tensors: Tensors that pass between the segments.

@@ -210,6 +210,12 @@ def least_seconds(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict
 class MeasuredStep:
     """Forward and backward of an unchanged model.
 
+        >>> import torch
+        >>> from scale_checkpoint.planner.step import measure_step
+        >>> measured = measure_step(torch.nn.Linear(64, 64), torch.randn(128, 64), repeats=1)
+        >>> measured.peak_bytes > 4 * 64 * 64
+        True
+
     Attributes:
         peak_bytes: The most that lives at any one time: parameters, buffers, inputs and gradients included.
         seconds: The least of the repeats: CPU time with one thread where the model is on the CPU, and until all is done

@@ -32,7 +32,10 @@ _FIX = (
 
 
 class RecomputationError(ScaleError):
-    """A recomputation has computed something else than the first forward."""
+    """A recomputation differs from the first forward.
+
+    See also: [what to do about a RecomputationError](../guides/troubleshooting.md#recomputationerror).
+    """
 
 
 @checked_arguments

@@ -32,6 +32,10 @@ NAMES = frozenset({"params", "param_names"})
 class SavedGroup:
     """A group of one rank's optimizer, or the part of it on that rank.
 
+        >>> from scale_core.state.state_dict import SavedGroup
+        >>> SavedGroup(0, ("weight", "bias"), {"lr": 0.1}).names
+        ('weight', 'bias')
+
     See also: [the guide to checkpoints](../guides/saving.md).
     """
 

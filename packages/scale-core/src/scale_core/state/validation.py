@@ -19,6 +19,11 @@ from scale_core.errors import ScaleError
 class SavedTensor:
     """The shape of a saved full tensor, and its dtype.
 
+        >>> import torch
+        >>> from scale_core.state.validation import SavedTensor
+        >>> SavedTensor((3, 4), torch.float32).shape
+        (3, 4)
+
     See also: [the guide to checkpoints](../guides/saving.md).
     """
 
@@ -38,6 +43,8 @@ class StateMismatch(ScaleError, ValueError):
 
     Attributes:
         differences: The differences by key, if known.
+
+    See also: [what to do about a StateMismatch](../guides/troubleshooting.md#statemismatch).
     """
 
     def __init__(self, message: str, differences: StateDifferences | None = None) -> None:

@@ -39,7 +39,10 @@ _LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "pair closure", 
 
 
 class RankError(ScaleError):
-    """A rank ended without a result, or raised something that can't be carried to the caller."""
+    """A rank ended without a result, or raised something that can't be carried to the caller.
+
+    See also: [what to do about a RankError](../guides/troubleshooting.md#rankerror).
+    """
 
 
 class Filter(NamedTuple):

@@ -27,6 +27,11 @@ FORCE_LEAF_MODULES = (nn.MultiheadAttention,)
 class Candidate:
     """A module that a policy is asked about.
 
+        >>> from torch import nn
+        >>> from scale_fsdp.wrapping.policy import Candidate
+        >>> Candidate("blocks.0", nn.Linear(8, 8), num_params=72, is_root=False).num_params
+        72
+
     Attributes:
         name: Qualified name below the root, which is "" itself.
         module: The module.

@@ -36,6 +36,8 @@ class StageError(StepError):
         rank: The rank where it was raised.
         stage: The stage in which it was raised.
         micro_batch: The micro-batch on which it was raised; -1 where it was on none.
+
+    See also: [what to do about a StageError](../guides/troubleshooting.md#stageerror).
     """
 
     def __init__(

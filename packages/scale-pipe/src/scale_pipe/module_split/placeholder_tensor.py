@@ -30,7 +30,10 @@ _FILLED_LIKE = frozenset(
 
 
 class PlaceholderTensorError(ScaleError):
-    """A stage needs values that another stage has computed and that were not sent to it."""
+    """A stage needs values that another stage has computed and that were not sent to it.
+
+    See also: [what to do about a PlaceholderTensorError](../guides/troubleshooting.md#placeholdertensorerror).
+    """
 
 
 class PlaceholderTensor(Tensor):

@@ -42,7 +42,10 @@ from scale_pipe.module_split.stage_io import (
 
 
 class SplitError(ScaleError):
-    """A model cannot run in the stages that it is cut into; the message says where to cut, or which module to hold."""
+    """A model cannot run in the stages that it is cut into; the message says where to cut, or which module to hold.
+
+    See also: [what to do about a SplitError](../guides/troubleshooting.md#spliterror).
+    """
 
 
 class _StageBoundary(Exception):

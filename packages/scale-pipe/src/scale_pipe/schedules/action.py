@@ -111,6 +111,12 @@ backward = partial(Action, Kind.BACKWARD)
 class TimedAction(NamedTuple):
     """An action with its time, simulated or measured.
 
+        >>> from scale_pipe import Costs, simulate
+        >>> from scale_pipe.schedules.classic import one_forward_one_backward
+        >>> timed = simulate(one_forward_one_backward(2, 2), Costs.uniform(2)).spans
+        >>> timed[0].rank, str(timed[0].action), timed[0].start
+        (0, 'F0.0', 0.0)
+
     Attributes:
         rank: The rank that does it; the sender of a transfer.
         action: The action.

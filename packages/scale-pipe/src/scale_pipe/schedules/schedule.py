@@ -142,6 +142,8 @@ class ScheduleError(ValueError):
         rank: The rank where it goes wrong; None where it is not about one.
         action: The action; None where it is not about one.
         reason: The mistake in it.
+
+    See also: [the guide to pipeline schedules](../guides/pipe.md#validate-and-simulate).
     """
 
     def __init__(self, reason: str, rank: int | None = None, action: Action | None = None) -> None:
@@ -153,8 +155,14 @@ class ScheduleError(ValueError):
 
 
 class DeadlockError(ScheduleError):
-    """Ranks wait for one another in a circle; the message says for each which action it waits for."""
+    """Ranks wait for one another in a circle; the message says for each which action it waits for.
+
+    See also: [the guide to pipeline schedules](../guides/pipe.md#validate-and-simulate).
+    """
 
 
 class MemoryCapError(ScheduleError):
-    """A rank holds more activations than its memory cap."""
+    """A rank holds more activations than its memory cap.
+
+    See also: [the guide to pipeline schedules](../guides/pipe.md#validate-and-simulate).
+    """

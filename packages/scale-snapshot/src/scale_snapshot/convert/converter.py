@@ -27,6 +27,14 @@ Target = Literal["snapshot", "safetensors", "dcp"]
 class ConversionReport:
     """The result of a conversion.
 
+        >>> import tempfile, torch
+        >>> from scale_snapshot.convert import convert_checkpoint
+        >>> folder = tempfile.mkdtemp()
+        >>> torch.save(torch.nn.Linear(4, 3).state_dict(), f"{folder}/weights.pt")
+        >>> report = convert_checkpoint(f"{folder}/weights.pt", f"{folder}/converted")
+        >>> report.step, report.num_tensors, report.num_bytes
+        (0, 2, 60)
+
     Attributes:
         path: The output: the snapshot's directory, the safetensors file or folder, or the DCP folder.
         source: The format that was read.

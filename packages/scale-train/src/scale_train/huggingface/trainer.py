@@ -47,7 +47,9 @@ class ScaleTrainerMixin(_Base):
             names in `_no_split_modules`; otherwise for `OSS`.
 
     Raises:
-        ValueError: Another `sharding`; an option of the trainer that does not go with it.
+        ValueError: A different `sharding`, or an option of the trainer that it does not support.
+
+    See also: [the guide to the Trainer](../guides/trainers.md#the-trainer).
     """
 
     def __init__(
@@ -180,7 +182,14 @@ class ScaleTrainerMixin(_Base):
 
 
 class ScaleTrainer(ScaleTrainerMixin, Trainer):
-    """transformers' `Trainer` with a sharded model or optimizer: see `ScaleTrainerMixin`."""
+    """transformers' `Trainer` with a sharded model or optimizer: see `ScaleTrainerMixin`.
+
+        trainer = ScaleTrainer(model, args, train_dataset=train, sharding="fsdp")  # was Trainer(model, args, ...)
+        trainer.train(resume_from_checkpoint=True)
+        trainer.save_model("weights")  # from_pretrained("weights") reads them
+
+    See also: [the guide to the Trainer](../guides/trainers.md#the-trainer).
+    """
 
 
 def _plain(optimizer: Any) -> Any:

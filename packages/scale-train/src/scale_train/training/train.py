@@ -55,6 +55,9 @@ GENERATION_TEMPERATURE = 0.8
 class RunSummary:
     """Results of a training.
 
+        summary = train(Options())
+        print(summary.steps, summary.held_out_bits_per_byte)
+
     See also: [the guide to the training program](../guides/scale-train.md).
     """
 

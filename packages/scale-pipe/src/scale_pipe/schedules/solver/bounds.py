@@ -32,6 +32,12 @@ from scale_pipe.schedules.validate import caps_by_rank
 class RankBound:
     """The terms of one rank's bound.
 
+        >>> from scale_pipe import Costs
+        >>> from scale_pipe.schedules.placement import StagePlacement
+        >>> from scale_pipe.schedules.solver.bounds import lower_bound
+        >>> [bound.work for bound in lower_bound(StagePlacement((0, 1)), 4, Costs.uniform(2)).ranks]
+        [12.0, 12.0]
+
     Attributes:
         head: When its first forward can start.
         work: The time of all of its computations.
@@ -55,6 +61,12 @@ class RankBound:
 @dataclass(frozen=True)
 class Bound:
     """A lower bound of the makespan of all schedules of a placement.
+
+        >>> from scale_pipe import Costs
+        >>> from scale_pipe.schedules.placement import StagePlacement
+        >>> from scale_pipe.schedules.solver.bounds import lower_bound
+        >>> lower_bound(StagePlacement((0, 1)), 4, Costs.uniform(2)).critical_path
+        5.0
 
     Attributes:
         critical_path: The time of one micro-batch through all stages and back.
