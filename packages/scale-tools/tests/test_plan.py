@@ -29,6 +29,7 @@ from scale_tools.plan.estimate import (
 )
 from scale_tools.plan.model import planned_model
 from scale_tools.plan.options import PlanOptions
+from scale_tools.plan.report import print_plan
 from scale_tools.plan.rows import PlanRow, judge, suggest
 from scale_tools.plan.stages import ranks_to_simulate, ranks_to_time, time_stage
 from scale_tools.plan.step_time import StepWork
@@ -581,6 +582,18 @@ def test_the_table_names_what_fits_and_the_margin_counts(capsys: pytest.CaptureF
     assert "--parallel fsdp" in printed and "MiB of one rank at its peak" in printed and "33.7" not in printed
     peak = found_for("fsdp").peak_bytes
     run_json(capsys, "--only", "fsdp", "--device-memory", f"{peak}B", "--margin", "0.2", code=1)
+
+
+def test_a_problem_of_several_rows_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = {1: "no plan", 2: "no plan", 4: "no heads"}
+    rows = [
+        judge(planned_model(TINY), Estimate(Strategy("tensor-parallel", 4, ranks), problem=problem), TINY)
+        for ranks, problem in problems.items()
+    ]
+    print_plan(planned_model(TINY), 10, TINY, rows, None)
+    printed = capsys.readouterr().out
+    assert f"{rows[0].found.strategy.title} and 1 more: no plan\n" in printed and printed.count("no plan") == 1
+    assert f"\n{rows[2].found.strategy.title}: no heads\n" in printed
 
 
 class Blocks(nn.Module):

@@ -67,16 +67,20 @@ def print_plan(
     units = _Units.of(rows)
     table = Table(title=f"{units.memory[0]} of one rank at its peak", title_justify="left")
     table.add_column("way to train", no_wrap=True)
-    for name in ("ranks", "fits", "peak", "parameters", "gradients", "optimizer", "gathered", "activations", "host"):
-        table.add_column(name, justify="right")
+    for name in ("ranks", "fits", "peak", "params", "grads", "optim", "gathered", "activations", "host"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name in (f"sent {units.sent[0]}", f"step {units.seconds[0]}", "tokens/s", "device s/M tokens"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*_cells(row, options, units))
     console.print(table)
+    titles_by_problem: dict[str, list[str]] = {}
     for row in rows:
         if row.found.problem:
-            console.print(f"{row.found.strategy.title}: {row.found.problem}", markup=False)
+            titles_by_problem.setdefault(row.found.problem, []).append(row.found.strategy.title)
+    for problem, titles in titles_by_problem.items():
+        further = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
+        console.print(f"{titles[0]}{further}: {problem}", markup=False)
     console.print(
         f"Fits: with {options.margin:.0%} of the device left free, and {options.host_memory} of a host. Step: "
         f"--tflops {options.tflops:g}, --link {options.link:g}, --host-link {options.host_link:g}, --memory-bandwidth "

@@ -232,7 +232,7 @@ class Strategy:
 
 
 _ADAMW = "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)"
-_DIVIDED_LAYERS = "scale_tp.parallelize(model, plan, dims)"
+_DIVIDED_LAYERS = "scale_tp.parallelize(model, plan, dims)  # plan None: the model's _tp_plan"
 _DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
