@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         from scale_core import compat
 
         if not compat.simulation_supported():
-            _skip(simulated, f"simulation needs torch {compat.DEFAULT_TORCH}")
+            _skip(simulated, f"simulation needs torch {compat.simulation_versions()}")
 
 
 def _skip(items: list[pytest.Item], reason: str) -> None:

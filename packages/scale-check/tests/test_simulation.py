@@ -173,7 +173,8 @@ def test_a_sharded_step_gathers_and_reduces_what_arithmetic_says() -> None:
     whole = 2 * (3 * block + rest) * 3 // 4
     assert sent["all_gather", "forward"] == pytest.approx(whole, rel=0.01)
     assert sent["all_gather", "backward"] == pytest.approx(2 * 3 * block * 3 // 4, rel=0.01)
-    assert sent["reduce_scatter", "backward"] == pytest.approx(whole, rel=0.01)
+    bytes_of_element = 4 if compat.reduces_in_param_dtype() else 2
+    assert sent["reduce_scatter", "backward"] == pytest.approx(whole * bytes_of_element // 2, rel=0.01)
 
 
 def test_the_order_of_the_collectives_is_kept() -> None:
@@ -338,6 +339,8 @@ def test_a_separate_device_holds_and_sends_what_one_memory_did(monkeypatch: pyte
     one, two = run_sharded(fake=True), run_sharded(fake=True, device="sim")
     kind = "optimizer state"
     counts_of_steps = two.on("cpu").peak_by_kind
+    if compat.torch_version() < (2, 13):
+        counts_of_steps.pop("temporaries")  # A few that torch 2.11 makes on the host.
     assert set(counts_of_steps) == {kind}
     expected = {**one.peak_by_kind, kind: one.peak_by_kind[kind] - counts_of_steps[kind]}
     # Of each row in bf16, layer norm keeps mean and deviation in fp32 on devices and in bf16 on CPU.
@@ -495,7 +498,7 @@ def test_nothing_is_left_behind_after_an_error() -> None:
 
 
 def test_another_torch_is_refused_before_anything_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.11.0")
-    with pytest.raises(RuntimeError, match=r"torch 2\.13, but this is torch 2\.11\.0"), simulate():
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    with pytest.raises(RuntimeError, match=r"torch 2\.11 to 2\.15, but this is torch 2\.10\.0"), simulate():
         pass
     assert not dist.is_initialized()

@@ -2,13 +2,16 @@
 
 import copy
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from fsdp_parity import adam, noise, sharded
 from torch import nn
 
+from scale_core import compat
 from scale_core.hooks.gradients import register_local_grad_hook
 from scale_fsdp import (
     FullyShardedDataParallel,
@@ -38,7 +41,7 @@ def test_fairscales_arguments_mean_what_they_meant():
     assert precision_of(mixed_precision=True, fp32_reduce_scatter=True) == means(FP16, FP32)
     assert precision_of(mixed_precision=True, compute_dtype=BF16) == means(BF16, BF16)
     assert precision_of(mixed_precision=True, buffer_dtype=FP32) == means(FP16, FP16, buffer_dtype=FP32)
-    assert precision_of(compute_dtype=BF16) == means(BF16)
+    assert precision_of(compute_dtype=BF16) == means(BF16, BF16)
     assert precision_of(mixed_precision=True, fp32_reduce_scatter=False) == precision_of(mixed_precision=True)
 
 
@@ -63,6 +66,50 @@ def test_a_policy_has_floating_point_dtypes_only():
         fully_shard(nn.Linear(2, 2), options=ShardOptions(buffer_dtype=torch.int8))
     with pytest.raises(TypeError, match=r"mp_policy: expected a .*MixedPrecisionPolicy, got 'bf16'"):
         fully_shard(nn.Linear(2, 2), mp_policy="bf16")
+
+
+@pytest.mark.parametrize("in_param_dtype", [False, True])
+def test_gradients_are_reduced_as_fsdp2_of_this_torch_does(monkeypatch, in_param_dtype):
+    monkeypatch.setattr(compat, "reduces_in_param_dtype", lambda: in_param_dtype)
+    model = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(BF16))
+    assert [buffer.reduce_dtype for buffer in unit_of(model).buffers] == [FP32 if in_param_dtype else BF16]
+    model = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(BF16, BF16))
+    assert [buffer.reduce_dtype for buffer in unit_of(model).buffers] == [BF16]
+
+
+@dataclass(frozen=True)
+class PolicyWithOverride(MixedPrecisionPolicy):
+    """The policy of torch 2.15, for older versions."""
+
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+
+
+def norms_in_fp32(param):
+    return FP32 if param.ndim == 1 else None
+
+
+def test_a_policy_may_keep_single_parameters_in_their_dtype():
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            seen.append((self.weight.dtype, self.bias.dtype))
+            return x @ self.weight.T + self.bias.to(x.dtype)
+
+    seen = []
+    plain = Scaled(4, 4)
+    model = fully_shard(
+        copy.deepcopy(plain), mp_policy=PolicyWithOverride(BF16, FP32, param_dtype_override_fn=norms_in_fp32)
+    )
+    x = torch.randn(3, 4)
+    model(x).float().square().sum().backward()
+    assert seen == [(BF16, FP32)]
+    weight = plain.weight.detach().to(BF16).requires_grad_()
+    (x.to(BF16) @ weight.T + plain.bias.to(BF16)).float().square().sum().backward()
+    assert torch.equal(model.weight.grad, weight.grad.float())
+    assert torch.equal(model.bias.grad, plain.bias.grad)
+    with pytest.raises(
+        ValueError, match=r"weight: expected param_dtype_override_fn to return None, .*got torch.float16"
+    ):
+        fully_shard(nn.Linear(2, 2), mp_policy=PolicyWithOverride(BF16, param_dtype_override_fn=lambda param: FP16))
 
 
 MASTER = {"shard": FP32, "gradient": FP32, "state": FP32, "saved": FP32}

@@ -80,7 +80,7 @@ def test_the_projection_of_an_attention_is_refused() -> None:
     fully_shard(attention)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_script_modules_are_refused_unless_ignored() -> None:
     script = torch.jit.script(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"this module is a torch.jit.ScriptModule.*module.compile\(\)"):

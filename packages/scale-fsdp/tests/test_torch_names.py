@@ -510,7 +510,9 @@ def test_fsdp2_s_methods_are_there_or_say_what_to_do() -> None:
     assert isinstance(handle, UnshardHandle)
     handle.wait()
     model.reshard()
-    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
+    refused = ["set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"]
+    refused += ["set_keep_unsharded_storage", "set_manual_backward_finalization", "finalize_backward"]
+    for name in refused:
         with pytest.raises(NotImplementedError, match=f"{name} is FSDP2's alone: .* "):
             getattr(model, name)(None)
     with pytest.warns(UserWarning, match="set_unshard_in_backward has no effect here"):

@@ -141,7 +141,10 @@ def test_ranks_that_do_not_meet_or_differ_are_a_failed_verdict(
 
 def test_what_torch_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "simulation_supported", lambda: False)
-    assert (versions().verdict, versions().advice.split(";")[0]) == ("note", "`scale-train plan` needs torch 2.13")
+    assert (versions().verdict, versions().advice.split(";")[0]) == (
+        "note",
+        "`scale-train plan` needs torch 2.11 to 2.15",
+    )
     monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: name == "mpi")
     assert backends().verdict == "failed" and "gloo is missing" in backends().text
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)

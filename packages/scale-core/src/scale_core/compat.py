@@ -29,6 +29,8 @@ R = TypeVar("R")
 
 DEFAULT_TORCH = "2.13"
 """The torch version, as major.minor, on which everything is tested and measured."""
+SIMULATED_TORCH = (2, 11), (2, 15)
+"""The oldest and the newest torch version, as major and minor, whose private parts simulations were tested with."""
 
 STAND_IN = "sim"
 """The type of the device that stands in for an accelerator in a simulation."""
@@ -304,16 +306,33 @@ def ends_recomputation(error: BaseException) -> bool:
     return type(error).__name__ == "_StopRecomputationError"
 
 
+def torch_version() -> tuple[int, int]:
+    """The major and minor version of torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def reduces_in_param_dtype() -> bool:
+    """Whether FSDP2's policy without a `reduce_dtype` means the parameter's own dtype, and not `param_dtype`."""
+    return torch_version() >= (2, 15)
+
+
 def simulation_supported() -> bool:
-    """Whether this is the torch version whose private parts a simulation uses."""
-    return torch.__version__.split(".")[:2] == DEFAULT_TORCH.split(".")
+    """Whether this torch version has the private parts that a simulation uses."""
+    oldest, newest = SIMULATED_TORCH
+    return oldest <= torch_version() <= newest
+
+
+def simulation_versions() -> str:
+    """The torch versions of simulations in words, for example "2.11 to 2.15"."""
+    return " to ".join(f"{major}.{minor}" for major, minor in SIMULATED_TORCH)
 
 
 def require_simulation() -> None:
     """Refuses a torch version on which simulations were not tested."""
     if not simulation_supported():
         raise RuntimeError(
-            f"simulation needs private parts of torch {DEFAULT_TORCH}, but this is torch {torch.__version__}: "
+            f"simulation needs private parts of torch {simulation_versions()}, but this is torch {torch.__version__}: "
             f"install torch=={DEFAULT_TORCH}.* to simulate"
         )
 
@@ -515,6 +534,12 @@ def watching_waits(callback: Callable[[dist.Work], None], **replaced: Callable[[
     finally:
         for name, original in originals.items():
             setattr(kind, name, original)
+
+
+def keep_flight_recorder_off(backend: str) -> None:
+    """Keeps torch's flight recorder, from 2.15 on, from groups that are written in Python: it needs a C++ backend."""
+    recording: set[str] = getattr(cast(Any, dist).distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(backend)
 
 
 def work_of(handle: Any) -> dist.Work:

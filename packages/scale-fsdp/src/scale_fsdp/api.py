@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from scale_core import compat
 from scale_core.comm.group import GroupLike
 from scale_core.comm.mesh import ParallelDims
 from scale_core.consistency.contract import Contract
-from scale_core.flat.config import DevicePolicy, ShardGroups
+from scale_core.flat.config import DevicePolicy, DtypePolicy, ShardGroups
 from scale_core.tree import map_tensors
 from scale_fsdp.mesh_info import MeshInfo
 from scale_fsdp.options import ShardOptions
@@ -32,11 +32,13 @@ class UnitPrecision:
 
     Attributes:
         param_dtype: Of the gathered parameters, of the module's floating-point inputs, and so of the computation.
-        reduce_dtype: Of the gradients on their way between ranks; None is `param_dtype`.
+        reduce_dtype: Of the gradients on their way between ranks; None is `param_dtype`, or with torch 2.15 and later
+            the parameter's own dtype, as FSDP2 has it there.
         output_dtype: Of the module's floating-point outputs.
         cast_forward_inputs: Whether inputs are cast to `param_dtype`; "root" is where the model is entered alone, as
             FairScale did, unless its units have several dtypes.
         buffer_dtype: Of the module's floating-point buffers.
+        param_dtype_override_fn: Returns the `param_dtype` of one parameter, or None for the unit's; torch 2.15 has it.
     """
 
     param_dtype: torch.dtype | None = None
@@ -44,12 +46,28 @@ class UnitPrecision:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool | Literal["root"] = True
     buffer_dtype: torch.dtype | None = None
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, dtype in vars(self).items():
             is_dtype = isinstance(dtype, torch.dtype) and dtype.is_floating_point
             if name.endswith("dtype") and dtype is not None and not is_dtype:
                 raise ValueError(f"{name}: expected a floating-point torch.dtype, got {dtype!r}")
+
+    def dtypes_of(self, param: nn.Parameter, name: str) -> DtypePolicy:
+        """Returns in which dtypes a parameter is gathered, and its gradient reduced."""
+        if not param.is_floating_point():
+            return DtypePolicy()
+        compute = self.param_dtype
+        if self.param_dtype_override_fn is not None:
+            compute = self.param_dtype_override_fn(param) or compute
+        if compute not in (self.param_dtype, param.dtype):
+            raise ValueError(
+                f"{name}: expected param_dtype_override_fn to return None, {self.param_dtype} (param_dtype) or "
+                f"{param.dtype} (the parameter's own dtype), got {compute!r}"
+            )
+        own = param.dtype if compat.reduces_in_param_dtype() else None
+        return DtypePolicy(compute, self.reduce_dtype or own)
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
@@ -69,7 +87,8 @@ def resolve_precision(mp_policy: MixedPrecisionPolicy | None, buffer_dtype: torc
             "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         )
     dtypes = mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype
-    return UnitPrecision(*dtypes, mp_policy.cast_forward_inputs, buffer_dtype)
+    override = getattr(mp_policy, "param_dtype_override_fn", None)
+    return UnitPrecision(*dtypes, mp_policy.cast_forward_inputs, buffer_dtype, override)
 
 
 @dataclass(frozen=True)

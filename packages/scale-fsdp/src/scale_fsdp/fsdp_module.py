@@ -406,6 +406,9 @@ _WITHOUT_EFFECT = (
 _REFUSED = {
     "set_custom_all_gather": "shards are gathered into the buffer that the module computes with: leave it out",
     "set_custom_reduce_scatter": "set mp_policy's reduce_dtype, or set_gradient_divide_factor(factor)",
+    "set_keep_unsharded_storage": "full parameters have no lasting memory: write reshard_after_forward=False",
+    "set_manual_backward_finalization": "each backward() ends its reductions; write no_sync() around all but the last",
+    "finalize_backward": "each backward() ends its reductions: leave it out",
     "set_all_reduce_hook": "give fully_shard a mesh of two dimensions, or change param.grad after backward()",
 }
 

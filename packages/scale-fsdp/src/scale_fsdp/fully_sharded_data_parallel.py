@@ -149,7 +149,7 @@ def _precision_of(
     if not mixed_precision:
         if fp32_reduce_scatter:
             raise ValueError("fp32_reduce_scatter requires mixed_precision=True: without it gradients keep their dtype")
-        return UnitPrecision(compute_dtype, cast_forward_inputs="root", buffer_dtype=buffer_dtype)
+        return UnitPrecision(compute_dtype, compute_dtype, cast_forward_inputs="root", buffer_dtype=buffer_dtype)
     param_dtype = compute_dtype or torch.float16
     reduce_dtype = torch.float32 if fp32_reduce_scatter else param_dtype
     return UnitPrecision(param_dtype, reduce_dtype, cast_forward_inputs="root", buffer_dtype=buffer_dtype)

@@ -486,26 +486,24 @@ def _make_buffers(
     *,
     on_meta: bool = False,
 ) -> tuple[list[FlatBuffer], list[ParamSlot]]:
-    """Makes empty buffers: one per dtype, device and kind.
+    """Makes empty buffers: one per device, kind, dtype, and dtypes of computation and reduction.
 
-    These are trained or frozen, so that the frozen is never reduced, quantized on the wire or not, gathered in fp8 for
+    Kinds are trained or frozen, so that the frozen is never reduced, quantized on the wire or not, gathered in fp8 for
     torchao or not.
     """
-    members: dict[tuple[torch.dtype, torch.device, bool, bool, bool], dict[nn.Parameter, str]] = {}
+    members: dict[tuple[torch.dtype, torch.device, bool, bool, bool, DtypePolicy], dict[nn.Parameter, str]] = {}
     unquantized = unquantized_params(((info.module, info.param) for info in own), options.communication)
     for info in own:
         param = info.param
         device = param.device if on_meta else options.device_for(param.device)
-        kind = param.dtype, device, param.requires_grad, param in unquantized, param in float8
+        dtypes = options.precision.dtypes_of(param, info.name)
+        kind = param.dtype, device, param.requires_grad, param in unquantized, param in float8, dtypes
         members.setdefault(kind, {}).setdefault(param, info.name)
     buffers, where = [], {}
-    precision = options.precision
-    for (dtype, device, _, is_unquantized, is_float8), named in members.items():
+    for (dtype, device, _, is_unquantized, is_float8, dtypes), named in members.items():
         # Only their shapes: the values are copied when the views of the full buffer are made, and it is freed again.
         params = [_on_meta(param) for param in named]
         names = list(named.values())
-        floating = dtype.is_floating_point
-        dtypes = DtypePolicy(precision.param_dtype, precision.reduce_dtype) if floating else DtypePolicy()
         alignment = flat_alignment(dtype, gathered_bytes=1 if is_float8 else None)
         shapes = [tuple(param.shape) for param in params]
         layout = FlatLayout.plan(names, shapes, groups.shard.size, options.atom, alignment=alignment)

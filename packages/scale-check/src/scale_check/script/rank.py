@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from scale_check.noise import full_precision, perturb
@@ -172,6 +173,9 @@ def exact_norms(before: Callable[[Sequence[Tensor]], object] = lambda tensors: N
             before(tensors)
         if any(tensor.dtype is not torch.float32 for tensor in tensors) or len(args) > 1 or "dtype" in kwargs:
             return foreach_norm(tensors, *args, **kwargs)
+        if any(isinstance(tensor, DTensor) for tensor in tensors):  # torch 2.15 takes no dtype for a list of them
+            norms = [vector_norm(tensor, *args, **kwargs, dtype=torch.float64) for tensor in tensors]
+            return [norm.to(torch.float32) for norm in norms]
         return [norm.to(torch.float32) for norm in foreach_norm(tensors, *args, **kwargs, dtype=torch.float64)]
 
     replaced = (

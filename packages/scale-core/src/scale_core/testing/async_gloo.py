@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from scale_core import compat
 from scale_core.comm.group_state import group_state
 from scale_core.testing.communicator import Communicator, OrderedWork, Parts, Together
 
@@ -50,6 +51,7 @@ _ProcessGroup: Any = dist.ProcessGroup
 def register() -> None:
     """Makes "ordered" a backend of torch.distributed in this process, for tensors on the host."""
     if BACKEND not in dist.Backend.backend_list:
+        compat.keep_flight_recorder_off(BACKEND)
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 

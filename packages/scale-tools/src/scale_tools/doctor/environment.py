@@ -81,7 +81,7 @@ def versions() -> Finding:
             "versions", "failed", f"{text}, but {named}: packages have one version together", command, values
         )
     if not compat.simulation_supported():
-        advice = f"`scale-train plan` needs torch {compat.DEFAULT_TORCH}; all else works with this one"
+        advice = f"`scale-train plan` needs torch {compat.simulation_versions()}; all else works with this one"
         return Finding("versions", "note", text, advice, values)
     return Finding("versions", "ok", f"{text} ({len(version_by_name)} packages)", values=values)
 

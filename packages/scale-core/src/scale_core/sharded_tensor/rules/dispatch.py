@@ -48,6 +48,8 @@ def _rule_of(func: Callable[..., Any]) -> Rule:
         return attributes.get_attribute(attribute) if name == "__get__" else attributes.set_attribute(attribute)
     if getattr(func, "__module__", None) == "torch.nn.init":
         return random_values.fill_in_place
+    if getattr(func, "__module__", None) == "torch.foreach":  # from torch 2.15 on
+        name = f"_foreach_{name}"
     if name in _RULES:
         return _RULES[name]
     if name.startswith("_foreach_"):

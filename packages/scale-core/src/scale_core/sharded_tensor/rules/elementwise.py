@@ -143,6 +143,8 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     result = func(*map(local, args), **{key: local(value) for key, value in kwargs.items()})
     if result is None or not isinstance(result, list | tuple):
         return result
+    if func.__name__.endswith("_"):
+        return args[0]
     return [part if shard is None else marked(part, shard) for part, shard in zip(result, shards, strict=True)]
 
 
