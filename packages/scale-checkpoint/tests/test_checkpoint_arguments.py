@@ -27,7 +27,7 @@ def test_a_wrong_argument_is_named_before_the_module_changes() -> None:
     assert checkpoint_wrapper(model, min_bytes=1e6, preserve_random_state=0) is not None  # type: ignore[arg-type]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_script_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"it takes no hooks: checkpoint the plain module before"):
         checkpoint_wrapper(torch.jit.script(nn.Linear(2, 2)))

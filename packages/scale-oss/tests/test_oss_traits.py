@@ -113,7 +113,7 @@ def test_building_under_inference_mode_is_refused() -> None:
         ShardedDataParallel(model, optimizer)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_script_modules_need_a_gather_in_the_step() -> None:
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
     optimizer = OSS(model.parameters(), SGD, lr=0.1)
