@@ -113,6 +113,7 @@ def test_a_policy_may_keep_single_parameters_in_their_dtype():
 
 
 MASTER = {"shard": FP32, "gradient": FP32, "state": FP32, "saved": FP32}
+SENT = FP32 if compat.reduces_in_param_dtype() else BF16  # with a param_dtype alone
 INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torch.int64}
 
 
@@ -120,7 +121,7 @@ INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torc
     "policy, expected",
     [
         (MixedPrecisionPolicy(), {"weight": FP32, "input": FP32, "output": FP32, "sent": FP32, "buffer": FP32}),
-        (MixedPrecisionPolicy(BF16), {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP32}),
+        (MixedPrecisionPolicy(BF16), {"weight": BF16, "input": BF16, "output": BF16, "sent": SENT, "buffer": FP32}),
         (
             MixedPrecisionPolicy(BF16, FP32),
             {"weight": BF16, "input": BF16, "output": BF16, "sent": FP32, "buffer": FP32},
@@ -131,7 +132,7 @@ INTEGERS = {"tokens": torch.int64, "int output": torch.int64, "int buffer": torc
         ),
         (
             (MixedPrecisionPolicy(BF16), FP16),
-            {"weight": BF16, "input": BF16, "output": BF16, "sent": BF16, "buffer": FP16},
+            {"weight": BF16, "input": BF16, "output": BF16, "sent": SENT, "buffer": FP16},
         ),
         (
             MixedPrecisionPolicy(reduce_dtype=BF16),
