@@ -74,6 +74,7 @@ def test_a_file_that_was_saved_without_checksums_is_read(tmp_path):
     assert_same_bits(loaded(read_torch_file(tmp_path / "w.pt")), weights)
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
 def test_sparse_tensors_are_refused(tmp_path):
     torch.save({"w": torch.eye(2).to_sparse()}, tmp_path / "w.pt")
     with pytest.raises(ValueError, match="expected dense tensors"):
