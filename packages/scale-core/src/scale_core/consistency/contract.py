@@ -8,7 +8,7 @@ compares them with the events of the other ranks:
 2. in the first two passes of a kind, and as soon as a pass leaves the order of the last one, each event *before* its
    collective (`record`); later events are kept apart by the tags of their messages;
 3. at the end of every pass, a fingerprint of all its events (`end_checked`), and of the steps that optimizers have
-   taken since the last one (`StepRecord`);
+   taken since the last one (`RecordedSteps`);
 4. at the end of every pass, the calls of layers that are parallel over some of these ranks (`compare_calls`);
 5. when a wait fails, through the flight recorder in the rendezvous store, since the group may be dead (`waiting`).
 
@@ -43,8 +43,8 @@ from scale_core.consistency.contract_errors import (
 from scale_core.consistency.execution_order import END, Event, LogEntry, Pass, PassKind
 from scale_core.consistency.flight_recorder import FlightRecorder, RankRecord, format_failures
 from scale_core.consistency.late_ranks import late_ranks_by_environment
+from scale_core.consistency.recorded_steps import RecordedSteps
 from scale_core.consistency.same_call import calls_that_differ, forget_calls
-from scale_core.consistency.step_record import StepRecord
 from scale_core.errors import ContractError, ScaleDistributedError, StepError, TransferError
 
 _CHECKED_PASSES = 2
@@ -197,7 +197,7 @@ class Contract:
         self.limit_seconds = limit_of(group.process_group, limit_seconds)
         self.step = 0
         self.history = History(in_order=group.backend not in ("gloo", "none"))
-        self.recorded_steps: StepRecord | None = None  # Set where optimizers step on the model.
+        self.recorded_steps: RecordedSteps | None = None  # Set where optimizers step on the model.
         # This rank's parameters, with names that are the same on all ranks; whose they are says so.
         self.named_params: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         # Parameters that train, or do not, otherwise than when the ranks compared the model.

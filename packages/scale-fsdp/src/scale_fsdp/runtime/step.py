@@ -3,6 +3,20 @@
 torch calls `pre_forward` and `post_forward` around the module. Autograd calls `pre_backward`, `pre_accumulate_grads`
 and `post_backward`, and at the end of the whole pass `finalize_backward`. Which unit is gathered and kept, and how a
 pass ends, is in `root.py`; the work of one unit in `unit.py`; the texts of errors in `checks.py`.
+
+FSDP2's names, and ours:
+
+    FSDPState                       the hooks in `step`
+    FSDPStateContext                `UnitContext`; with FSDPCommContext and post_order, `Root`
+    FSDPParamGroup                  `Unit`
+      unshard, wait_for_unshard     `Unit.gather`, `Unit.wait_gathered`
+      _prefetch_unshard             `Root.prefetched_units`
+      foreach_all_gather            `FlatBuffer.gather`, and `PlainTransport.all_gather`
+      foreach_reduce                `FlatBuffer.reduce`, and `PlainReduceScatter.reduce`
+    FSDPParam                       `FlatBuffer`, which has several parameters
+      sharded_param                 `FlatBuffer.sharded_params`: `model.parameters()` and the optimizer have these
+      unsharded_accumulated_grad    `FlatGradient.accumulated`
+      reduce_scatter_output         what `Reduction.results` returns
 """
 
 from __future__ import annotations

@@ -2,6 +2,13 @@
 
 A mistake in the arguments, or a stage that fails, fails the step on all ranks; so each step ends on all with a result,
 or on all with an error.
+
+The names of torch.distributed.pipelining, and ours:
+
+    forward_one_chunk, backward_one_chunk        `Stage.forward`, `Stage.backward`
+    stage_backward_input, stage_backward_weight  `SplitBackward`, and `Stage.weight_gradients`
+    get_fwd_recv_ops, get_fwd_send_ops (P2POp)   `P2PChannel.post_receive`, `P2PChannel.send`
+    _PipelineScheduleRuntime                     `PassRuntime`
 """
 
 from __future__ import annotations

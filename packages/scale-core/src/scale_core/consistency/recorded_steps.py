@@ -10,7 +10,7 @@ from torch import Tensor
 from scale_core.comm.group import Group
 
 
-class StepRecord(Protocol):
+class RecordedSteps(Protocol):
     """The steps of optimizers on one model since its ranks compared them."""
 
     def status(self) -> int:
