@@ -4,28 +4,42 @@
     python benchmarks/published_steps.py --smoke             # two layers of one row
     python benchmarks/published_steps.py --date 2026-11-30   # also writes results/2026-11-30-published_steps.*
 
-No published figure has been used to choose a rate. The rates are guesses from data sheets. On an H100, products reach
-60 % of 989 TFLOP/s and memory 85 % of 2.4 TB/s; on an A100, 75 % of 312 TFLOP/s and 85 % of 2.04 TB/s. A rank sends two
-thirds of its NVLink, 300 and 200 GB/s. Between hosts it sends as much if a ring uses all network cards of a host, and
-40 GB/s if it uses one, of 400 Gb/s. A rank has one link in the plan, so that pipelines send over NVLink, too.
+No rate was fitted to a row. On an H100, products reach 60 % of 989 TFLOP/s (1979 in fp8) and memory 85 % of 2.4 TB/s.
+On an A100, they reach 75 % of 312 TFLOP/s and 85 % of 2.04 TB/s. These shares are guesses. A rank sends two thirds of
+its NVLink, 300 and 200 GB/s. Between hosts it sends as much if a ring uses all network cards of a host, and 40 GB/s if
+it uses one, of 400 Gb/s. A rank has one link in the plan, so that pipelines send over NVLink, too.
 
-[1] torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 to 3: H100 of 96 GB, 500 W; Llama 3.1 8B.
-[2] torchtitan, docs/performance.md of 2024: Llama 3 8B and Llama 2 13B on 64 A100 of 80 GB; no network is named.
-[3] Korthikanti et al., arXiv 2205.05198, tables 3 and 5, column "full recompute": GPTs on A100 of 80 GB, vocabulary of
-51,200, sequences of 2048. The pipelines of 175 and 530 billion are interleaved there, with 3 stages of a rank.
-[4] Narayanan et al., arXiv 2104.04473, table 1, whose TFLOP/s are turned into seconds by its equation 3. The number of
-sequences in a micro-batch is not in the table; here it is 1. The pipelines are interleaved there.
+Attention has the rate of FlashAttention-2, which torch calls. On an H100 it is 325 TFLOP/s: figures 5 and 6 of arXiv
+2407.08608 have 335 for a causal forward and 322 for a backward, with heads of 128 and 16k tokens. On an A100 it is 190,
+because the abstract of arXiv 2307.08691 has 50 to 73 % of the peak. In both papers a causal kernel has half of the
+operations.
 
-The figures of [3] and [4] were quoted without the papers at hand. Those of [3] agree with their MFU by its formula,
-those of [4] with their TFLOP/s of all GPUs.
+[1] torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1, 2, 3 and 5: H100 of 96 GB, 500 W. Tables 2 and 5
+were run with torch.compile and fp8 products. [2] torchtitan, docs/performance.md of 2024: 64 A100 of 80 GB; no network
+is named. Both were read again in the repository on 2026-11-30.
 
-Megatron-LM divides the vocabulary among tensor parallel ranks, and had a fused softmax in half precision. `plan` has
-neither, so its rows get an eighth of the vocabulary and such a softmax. Both were set after a first run, which was 35
-to 71 % too long without them, so these rows are no blind prediction. With all of the vocabulary the row of 175 billion
-takes 25.9 s. The reasons are what the code does differently; how much each of them takes was not measured.
+[3] Korthikanti et al., arXiv 2205.05198, table 5, column "full recompute": A100 of 80 GB, vocabulary of 51,200,
+sequences of 2048. The seconds, the micro-batches and the 3 stages of a rank were checked in the repository
+calculon-ai/calculon, whose calculon/llm/validation.py and validation/*.json quote the table.
 
-Memory is the most that the model's tensors take. The published figure also has what the allocator has reserved. It is
-compared for FSDP only: attention over divided sequences is planned without its GPU kernel.
+[4] Narayanan et al., arXiv 2104.04473, table 1, whose TFLOP/s are turned into seconds by its equation 3. The sizes, the
+micro-batches and the stages of a rank were checked in examples/sc21/run_table_1.sh of Megatron-LM. The abstract has 502
+petaFLOP/s of 3072 GPUs, which are 163 TFLOP/s of each. The TFLOP/s of the other three rows are from memory.
+
+The GPTs of [3] and [4] have half precision weights here, as in Megatron-LM. It divides the vocabulary among tensor
+parallel ranks, so that a rank has an eighth, and had a fused softmax in half precision. The last two were set after a
+first run, which was 35 to 71 % too long without them.
+
+Llama 3.1 405B is planned as a GPT of 126 layers and width 16384. A layer of it has 3.22 billion parameters, 1 % more
+than one of the Llama. The pipeline has as many micro-batches as ranks, the default of torchtitan's code of 2024 (the
+file torchtitan/parallelisms/pipelining_utils.py). The number of stages of a rank is not published; 2 are planned.
+
+torchtitan keeps every second product of a block (selective checkpointing by operator). The rows of FSDP with selective
+checkpointing are planned so.
+
+Memory is the most that the model's tensors take. The published figure also has what the allocator has reserved.
+
+The second table changes one thing of a row, for example sets the cost of attention to zero.
 """
 
 from __future__ import annotations
@@ -35,22 +49,38 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from report import Table, save
 from torch import Tensor, nn
 
+from scale_checkpoint import apply_checkpointing
+from scale_fsdp.wrapping.auto_wrap import plan_units
+from scale_tools.plan import estimate as estimate_module
 from scale_tools.plan.estimate import estimate, replica_seconds
-from scale_tools.plan.model import planned_model
+from scale_tools.plan.model import Built, PlannedModel, planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.stages import pipeline_seconds
 from scale_tools.plan.strategies import Strategy
 
 GIB = 2**30
-H100: dict[str, Any] = {"tflops": 0.6 * 989, "memory_bandwidth": 0.85 * 2400, "ranks_per_host": 8}
-A100: dict[str, Any] = {"tflops": 0.75 * 312, "memory_bandwidth": 0.85 * 2039, "ranks_per_host": 8, "link": 200.0}
+NO_COST = 1e9  # TFLOP/s
+H100: dict[str, Any] = {
+    "tflops": 0.6 * 989,
+    "attention_tflops": 325.0,
+    "memory_bandwidth": 0.85 * 2400,
+    "ranks_per_host": 8,
+}
+H100_FP8 = {**H100, "tflops": 0.6 * 1979}
+A100: dict[str, Any] = {
+    "tflops": 0.75 * 312,
+    "attention_tflops": 190.0,
+    "memory_bandwidth": 0.85 * 2039,
+    "ranks_per_host": 8,
+    "link": 200.0,
+}
 
 
 @dataclass(frozen=True)
@@ -146,6 +176,49 @@ def before_flash_attention() -> Iterator[None]:
         functional.scaled_dot_product_attention = fused
 
 
+class EverySecondProduct:
+    """The policy of torchtitan for a block: of its products, in order, every second one is computed again."""
+
+    def __init__(self) -> None:
+        self._number, self._recomputes = 0, True
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        if context.is_recompute != self._recomputes:
+            self._number, self._recomputes = 0, context.is_recompute
+        if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self._number += 1
+            return self._number % 2 == 1
+        return "scaled_dot_product" in str(operator)
+
+
+def keep_every_second_product(planned: PlannedModel, strategy: Strategy, model: nn.Module) -> None:
+    """What takes the place of `checkpoint_blocks`."""
+    for name in plan_units(model, planned.blocks(model)):
+        if name:
+            apply_checkpointing(model.get_submodule(name), EverySecondProduct())
+
+
+@contextmanager
+def checkpointing_of_torchtitan(is_used: bool) -> Iterator[None]:
+    module: Any = estimate_module
+    original = module.checkpoint_blocks
+    module.checkpoint_blocks = keep_every_second_product if is_used else original
+    try:
+        yield
+    finally:
+        module.checkpoint_blocks = original
+
+
+def half_weights(planned: PlannedModel) -> PlannedModel:
+    """The same with weights in half precision, which are not cast."""
+
+    def build() -> Built:
+        built = planned.build()
+        return built._replace(model=built.model.bfloat16())
+
+    return replace(planned, build=build, build_over=None)
+
+
 @dataclass(frozen=True)
 class Row:
     """A published run, and how it is planned.
@@ -156,6 +229,8 @@ class Row:
         seconds: Of a step, as published.
         memory: GiB of a GPU, as published.
         reason: For an error of more than 15 %, or of more than 5 % of the memory.
+        is_megatron: Half precision weights, and attention with a matrix of scores.
+        variants: By what is different, other ways to plan it.
     """
 
     title: str
@@ -166,6 +241,9 @@ class Row:
     memory: float | None = None
     config: LlamaConfig | None = None  # None: a GPT by numbers
     reason: str = ""
+    is_megatron: bool | None = False  # None: with fp32 weights
+    keeps_every_second: bool = False
+    variants: tuple[tuple[str, dict[str, Any]], ...] = ()
 
 
 def llama_row(
@@ -178,7 +256,8 @@ def llama_row(
     **of: Any,
 ) -> Row:
     """A row of torchtitan, which publishes tokens per second of a GPU; `local_batch` is of a data-parallel rank."""
-    row_options = {name: of.pop(name) for name in ("memory", "reason") if name in of}
+    of_row = ("memory", "reason", "keeps_every_second", "variants")
+    row_options = {name: of.pop(name) for name in of_row if name in of}
     batch = local_batch * strategy.data_ranks
     options = PlanOptions(factory="published_steps:llama", ranks=(strategy.ranks,), batch=batch, **of)
     seconds = batch * options.sequence / strategy.ranks / tokens_per_second
@@ -186,17 +265,29 @@ def llama_row(
 
 
 def gpt_row(
-    title: str, source: int, sizes: tuple[int, int, int], strategy: Strategy, batch: int, seconds: float
+    title: str,
+    source: int,
+    sizes: tuple[int, int, int],
+    strategy: Strategy,
+    batch: int,
+    seconds: float,
+    reason: str = "",
 ) -> Row:
     """A row of Megatron-LM; `sizes` are layers, width and heads."""
     layers, width, heads = sizes
-    is_interleaved = strategy.parallel == "pipe" and (source == 4 or strategy.ranks < 512)
     numbers: dict[str, Any] = {"layers": layers, "width": width, "heads": heads, "vocabulary": 51200 // 8}
     options = PlanOptions(
-        "tiny", **numbers, ranks=(strategy.ranks,), batch=batch, sequence=2048, precision="fp16", **A100
+        "tiny", **numbers, ranks=(strategy.ranks,), batch=batch, sequence=2048, precision="fp32", **A100
     )
-    reason = "fp32 weights are cast in each micro-batch" + (", 1F1B not interleaved" if is_interleaved else "")
-    return Row(title, source, strategy, options, seconds, reason=reason)
+    variants: tuple[tuple[str, dict[str, Any]], ...] = ()
+    if "175B" in title:
+        variants = (
+            ("fp32 weights, cast in each micro-batch", {"is_megatron": None}),
+            ("1F1B, not interleaved", {"strategy": replace(strategy, stages_per_rank=1)}),
+            ("messages of no bytes", {"options": replace(options, link=NO_COST)}),
+            ("operators that are no products for nothing", {"options": replace(options, memory_bandwidth=NO_COST)}),
+        )
+    return Row(title, source, strategy, options, seconds, reason=reason, is_megatron=True, variants=variants)
 
 
 def megatron_seconds(sizes: tuple[int, int, int], batch: int, ranks: int, tflops: float) -> float:
@@ -208,10 +299,20 @@ def megatron_seconds(sizes: tuple[int, int, int], batch: int, ranks: int, tflops
 
 def rows() -> list[Row]:
     """All published runs."""
-    on_h100: dict[str, Any] = {"sequence": 8192, **H100}
-    selective = "memory: keeps all products, torchtitan every second one"
-    found = [
-        llama_row(
+    return [*rows_of_fsdp(), *rows_of_long_sequences(), *rows_of_405b(), *rows_of_megatron()]
+
+
+def rows_of_fsdp() -> Iterator[Row]:
+    every_second: dict[str, Any] = {
+        "keeps_every_second": True,
+        "variants": (("all products kept", {"keeps_every_second": False}),),
+    }
+    for ranks, link, tokens_per_second, memory in (
+        (8, 300.0, 5762, 82.4),
+        (128, 300.0, 5605, 67.0),
+        (128, 40.0, 5605, 67.0),
+    ):
+        yield llama_row(
             f"Llama 3.1 8B, {ranks} H100, FSDP, {link:.0f} GB/s",
             1,
             LLAMA_3_8B,
@@ -220,73 +321,79 @@ def rows() -> list[Row]:
             2,
             link=link,
             memory=memory,
-            reason=selective,
-            **on_h100,
+            sequence=8192,
+            **every_second,
+            **H100,
         )
-        for ranks, link, tokens_per_second, memory in (
-            (8, 300.0, 5762, 82.4),
-            (128, 300.0, 5605, 67.0),
-            (128, 40.0, 5605, 67.0),
-        )
-    ]
-    fp8 = "attention at the rate of products, which its kernels do not reach; fp8 and compiled there"
-    found += [
-        llama_row(
+    fsdp = Strategy("fsdp", 64, checkpoint="selective")
+    yield llama_row("Llama 3 8B, 64 A100, FSDP", 2, LLAMA_3_8B, 2973, fsdp, 1, sequence=8192, **every_second, **A100)
+    yield llama_row("Llama 2 13B, 64 A100, FSDP", 2, LLAMA_2_13B, 2162, Strategy("fsdp", 64), 2, sequence=4096, **A100)
+
+
+def rows_of_long_sequences() -> Iterator[Row]:
+    for context, sequence, tokens_per_second in (
+        (1, 32768, 3890),
+        (2, 65536, 2540),
+        (4, 131072, 1071),
+        (8, 262144, 548),
+    ):
+        name: Literal["context-parallel", "fsdp"] = "context-parallel" if context > 1 else "fsdp"
+        row = llama_row(
             f"Llama 3.1 8B, 8 H100, FSDP {8 // context} x CP {context}, {sequence} tokens",
             1,
             LLAMA_3_8B,
             tokens_per_second,
-            Strategy("context-parallel", 8, checkpoint="all", context_ranks=context),
+            Strategy(name, 8, checkpoint="all", context_ranks=context),
             1,
             link=300.0,
-            reason=fp8,
-            **H100,
             sequence=sequence,
+            **H100_FP8,
         )
-        for context, sequence, tokens_per_second in (
-            (2, 65536, 2540),
-            (4, 131072, 1071),
-            (8, 262144, 548),
+        yield replace(
+            row,
+            variants=(("attention for nothing", {"options": replace(row.options, attention_tflops=NO_COST)}),),
         )
-    ]
-    found += [
-        llama_row(
-            "Llama 3 8B, 64 A100, FSDP",
-            2,
-            LLAMA_3_8B,
-            2973,
-            Strategy("fsdp", 64, checkpoint="selective"),
+
+
+def rows_of_405b() -> Iterator[Row]:
+    numbers: dict[str, Any] = {"layers": 126, "width": 16384, "heads": 128, "vocabulary": 128256 // 8}
+    options = PlanOptions("tiny", **numbers, ranks=(512,), batch=256, sequence=8192, link=300.0, **H100_FP8)
+    for schedule, stages_per_rank, tokens_per_second in (("1F1B", 1, 100), ("interleaved 1F1B", 2, 128)):
+        strategy = Strategy("pipe", 512, 8, 8, checkpoint="all", tensor_ranks=8, shards_stages=True)
+        yield Row(
+            f"Llama 3.1 405B, 512 H100, FSDP 8 x TP 8 x PP 8, {schedule}",
             1,
-            sequence=8192,
-            **A100,
-        ),
-        llama_row("Llama 2 13B, 64 A100, FSDP", 2, LLAMA_2_13B, 2162, Strategy("fsdp", 64), 2, sequence=4096, **A100),
-    ]
+            replace(strategy, stages_per_rank=stages_per_rank),
+            options,
+            256 * 8192 / 512 / tokens_per_second,
+            variants=(
+                ("32 micro-batches", {"strategy": replace(strategy, stages_per_rank=stages_per_rank, chunks=32)}),
+            ),
+        )
+
+
+def rows_of_megatron() -> Iterator[Row]:
+    def pipe(stages: int, pipelines: int, chunks: int, stages_per_rank: int) -> Strategy:
+        options: dict[str, Any] = {"checkpoint": "all", "tensor_ranks": 8, "stages_per_rank": stages_per_rank}
+        return Strategy("pipe", 8 * stages * pipelines, stages, chunks, **options)
+
     of_22b, of_530b = (48, 6144, 64), (105, 20480, 128)
-    found.append(
-        gpt_row("GPT 22B, 8 A100, TP 8", 3, of_22b, Strategy("tensor-parallel", 8, 8, checkpoint="all"), 4, 1.42)
-    )
-
-    def pipe(stages: int, pipelines: int, batch: int) -> Strategy:
-        ranks, chunks = 8 * stages * pipelines, batch // pipelines
-        return Strategy("pipe", ranks, stages, chunks, checkpoint="all", tensor_ranks=8)
-
-    found += [
-        gpt_row("GPT 175B, 64 A100, TP 8 x PP 8", 3, (96, 12288, 96), pipe(8, 1, 64), 64, 18.13),
-        gpt_row("GPT 530B, 280 A100, TP 8 x PP 35", 3, of_530b, pipe(35, 1, 280), 280, 49.05),
-        gpt_row("GPT 1T, 512 A100, TP 8 x PP 64", 3, (128, 25600, 160), pipe(64, 1, 512), 512, 94.42),
-    ]
-    for billions, sizes, stages, pipelines, batch, tflops in (
-        ("145.6", (80, 12288, 96), 8, 24, 2304, 148.0),
-        ("310.1", (96, 16384, 128), 16, 15, 2160, 155.0),
-        ("529.6", of_530b, 35, 9, 2520, 163.0),
-        ("1008", (128, 25600, 160), 64, 6, 3072, 163.0),
+    tensor = Strategy("tensor-parallel", 8, 8, checkpoint="all")
+    yield gpt_row("GPT 22B, 8 A100, TP 8", 3, of_22b, tensor, 4, 1.42)
+    yield gpt_row("GPT 175B, 64 A100, TP 8 x PP 8", 3, (96, 12288, 96), pipe(8, 1, 64, 3), 64, 18.13)
+    yield gpt_row("GPT 530B, 280 A100, TP 8 x PP 35", 3, of_530b, pipe(35, 1, 280, 3), 280, 49.05)
+    yield gpt_row("GPT 1T, 512 A100, TP 8 x PP 64", 3, (128, 25600, 160), pipe(64, 1, 512, 1), 512, 94.42)
+    for billions, sizes, stages, pipelines, batch, micro_batch, stages_per_rank, tflops in (
+        ("145.6", (80, 12288, 96), 8, 24, 2304, 2, 2, 148.0),
+        ("310.1", (96, 16384, 128), 16, 15, 2160, 1, 2, 155.0),
+        ("529.6", of_530b, 35, 9, 2520, 1, 3, 163.0),
+        ("1008", (128, 25600, 160), 64, 6, 3072, 1, 1, 163.0),
     ):
         ranks = 8 * stages * pipelines
         title = f"GPT {billions}B, {ranks} A100, TP 8 x PP {stages} x DP {pipelines}"
         seconds = megatron_seconds(sizes, batch, ranks, tflops)
-        found.append(gpt_row(title, 4, sizes, pipe(stages, pipelines, batch), batch, seconds))
-    return found
+        strategy = pipe(stages, pipelines, batch // pipelines // micro_batch, stages_per_rank)
+        yield gpt_row(title, 4, sizes, strategy, batch, seconds)
 
 
 @dataclass
@@ -300,57 +407,84 @@ class Result:
     published_gib: float | None
     gib: float | None
     reason: str
+    variant: str = ""
 
 
-def measure(row: Row) -> Result:
+def measure(row: Row, variant: str = "") -> Result:
     if row.config is not None:
         _config[0] = row.config
-    planned, gib = planned_model(row.options), None
-    with before_flash_attention() if row.config is None else nullcontext():
+    options, is_gpt = row.options, row.is_megatron is not False
+    if row.is_megatron is None:
+        options = replace(options, precision="bf16")
+    planned, gib = planned_model(options), None
+    planned = half_weights(planned) if row.is_megatron else planned
+    attention = before_flash_attention() if is_gpt else nullcontext()
+    with attention, checkpointing_of_torchtitan(row.keeps_every_second):
         if row.strategy.parallel == "pipe":
-            seconds = pipeline_seconds(planned, row.strategy, row.options)
+            seconds = pipeline_seconds(planned, row.strategy, options)
         elif row.memory is None:
-            seconds = replica_seconds(planned, row.strategy, row.options)
+            seconds = replica_seconds(planned, row.strategy, options)
         else:
-            found = estimate(planned, row.strategy, row.options)
+            found = estimate(planned, row.strategy, options)
             seconds, gib = found.seconds, found.peak_bytes / GIB
     if seconds is None:
         raise RuntimeError(f"plan has no time of {row.title}")
-    return Result(row.title, row.source, row.seconds, seconds, row.memory, gib, row.reason)
+    return Result(row.title, row.source, row.seconds, seconds, row.memory, gib, row.reason, variant)
 
 
 def table_of(results: Sequence[Result]) -> Table:
     heads = ["run", "source", "step, s", "planned", "memory, GiB", "planned", "likely reason"]
     lines = []
     for result in results:
-        seconds = f"{result.seconds:.2f} ({result.seconds / result.published_seconds - 1:+.0%})"
         memory = published = ""
-        if result.gib is not None and result.published_gib is not None:
-            published = f"{result.published_gib:.1f}"
-            memory = f"{result.gib:.1f} ({result.gib / result.published_gib - 1:+.0%})"
+        if result.published_gib is not None:
+            published, memory = f"{result.published_gib:.1f}", gib_of(result)
         step = f"{result.published_seconds:.2f}"
-        lines.append([result.title, f"[{result.source}]", step, seconds, published, memory, result.reason])
+        lines.append([result.title, f"[{result.source}]", step, seconds_of(result), published, memory, result.reason])
     return Table("Published and planned (error)", heads, lines)
+
+
+def seconds_of(result: Result) -> str:
+    return f"{result.seconds:.2f} ({result.seconds / result.published_seconds - 1:+.0%})"
+
+
+def gib_of(result: Result) -> str:
+    if result.gib is None or result.published_gib is None:
+        return ""
+    return f"{result.gib:.1f} ({result.gib / result.published_gib - 1:+.0%})"
+
+
+def table_of_variants(results: Sequence[Result], variants: Sequence[Result]) -> Table:
+    """What a row becomes with another assumption."""
+    planned = {result.title: result for result in results}
+    lines = [[one.title, one.variant, seconds_of(planned[one.title]), seconds_of(one), gib_of(one)] for one in variants]
+    return Table("One cost set to zero, or planned in another way", ["run", "change", "planned", "so", "GiB"], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="two layers of one row: whether it runs")
     parser.add_argument("--only", default="", help="rows whose title has this")
+    parser.add_argument("--variants", action="store_true", help="also plan rows with one cost set to zero")
     parser.add_argument("--date", help="also writes results/DATE-published_steps.json and .md")
     options = parser.parse_args(arguments)
     sys.modules.setdefault("published_steps", sys.modules[__name__])  # Where the factory is looked for.
     planned = [row for row in rows() if options.only in row.title]
     if options.smoke:
         planned = [replace(planned[0], config=replace(LLAMA_3_8B, num_layers=2))]
-    results = []
+    results, variants = [], []
     for row in planned:
         results.append(measure(row))
         print(results[-1], file=sys.stderr, flush=True)
-    table = table_of(results)
-    print(table.markdown())
+        for name, changes in row.variants if options.variants else ():
+            variants.append(measure(replace(row, **changes), name))
+            print(variants[-1], file=sys.stderr, flush=True)
+    tables = [table_of(results), *([table_of_variants(results, variants)] if variants else [])]
+    for table in tables:
+        print(table.markdown())
     if options.date:
-        save("published_steps", options.date, __doc__ or "", [table], [asdict(result) for result in results])
+        rows_of_json = [asdict(result) for result in (*results, *variants)]
+        save("published_steps", options.date, __doc__ or "", tables, rows_of_json)
     return 0
 
 

@@ -410,6 +410,11 @@ def test_what_a_tool_draws_or_writes_is_up_to_date(script: str) -> None:
     subprocess.run([sys.executable, HOME.parent / "tools" / f"{script}.py", "--check"], check=True)
 
 
+def test_each_wait_between_streams_is_planted_or_explained() -> None:
+    """`python tools/planted_races.py` shows which of them the race checker finds."""
+    subprocess.run([sys.executable, HOME.parent / "tools" / "planted_races.py", "--check"], check=True)
+
+
 @each_package
 def test_each_folder_says_what_it_is_and_where_to_begin(package: str) -> None:
     for path in sources(package):

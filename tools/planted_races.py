@@ -3,6 +3,7 @@
     python tools/planted_races.py                     # all of them: a table; some minutes
     python tools/planted_races.py --only transfer     # those of files whose path contains a word
     python tools/planted_races.py --smoke             # the first one
+    python tools/planted_races.py --check             # whether each wait is planted or explained
     python tools/planted_races.py --date 2026-11-29   # also writes benchmarks/results/2026-11-29-planted_races.*
 
 A wait that is missing gives wrong numbers on a GPU, now and then. `simulate(races=True)` finds it on any machine, if a
@@ -10,12 +11,15 @@ test reaches the line: so each join of streams, wait for an event, `record_strea
 that keeps memory alive is left out of the source, one at a time, and the tests of races run that train by that way.
 
 *found*: a test raised `RaceError`. *other error*: another check has stopped it. *not needed*: no test failed; the last
-column says why the line stays. Each fault is planted in a process of its own, in the source as it is imported.
+column says why the line stays. Each fault is planted in a process of its own, in the source as it is imported. Waits
+that are not planted are listed in the script with their reason, and nothing runs if one is missing there.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import builtins
 import importlib.machinery
 import json
 import os
@@ -42,7 +46,7 @@ class Fault:
 
     Attributes:
         file: From `packages/`, without `src/` and the package's folder in it.
-        line: The text that is replaced; it occurs once, or `nth` says which.
+        line: The text that is replaced; it occurs once.
         planted: What stands in its place.
         tests: The file of tests, below `packages/`, and which of them.
         why: Why the line stays, where it is not needed in the order of streams.
@@ -53,7 +57,6 @@ class Fault:
     planted: str
     tests: tuple[str, str]
     why: str = ""
-    nth: int = 0
 
     @property
     def path(self) -> Path:
@@ -87,6 +90,13 @@ HOST_STAGED = "scale-core/flat/host_staged.py"
 TRANSFER, UPDATE = "scale-fsdp/offload/transfer.py", "scale-fsdp/offload/host_update.py"
 PIPE, CHANNEL = ("scale-pipe/tests/test_pipe_races.py", "1f1b or zb"), "scale-pipe/distributed/p2p.py"
 STORE, STORAGE = "scale-checkpoint/offload/store.py", "scale-checkpoint/offload/storage.py"
+FLAT_STORAGE, TRANSPORT = "scale-core/flat/storage.py", "scale-core/flat/transport.py"
+OSS, OSS_BUCKET = ("scale-oss/tests/test_oss_races.py", ""), "scale-oss/buckets/bucket.py"
+TP, RING, ASYNC_TP = ("scale-tp/tests/test_tp_races.py", ""), "scale-tp/attention/ring.py", "scale-tp/async_tp/"
+ADASCALE = ("scale-adascale/tests/test_adascale_races.py", "")
+DISPATCHER = "scale-moe/token_dispatcher.py"
+MOE = ("../tests/compositions/test_races_of_the_table.py", "moe")
+BLOCKS = "for speed: a copy from or to memory that is not pinned blocks"
 WAIT_FOR = "                    wait_for(self.op, *works.pop(0), limit_seconds, self._rank)"
 NO_WAIT = "                    works.pop(0)"
 
@@ -142,27 +152,27 @@ FAULTS = [
         BUFFER,
         "        if self._gathering is not None:\n            self.wait_gathered(limit_seconds)\n        part_group",
         "        self._gathering = None\n        part_group",
-        of_fsdp("loaded"),
+        of_fsdp("discarded"),
     ),
     Fault(
         BUFFER,
         "                self._host_copies.stream.join()",
         "                pass",
-        of_fsdp("loaded or failed"),
+        of_fsdp("discarded or fails"),
         "a transfer that failed has not waited for what was computed before it; these succeed",
     ),
     Fault(
         BUFFER,
         "        self.release()\n        self.wait_sent()\n\n    def load",
         "        self.release()\n\n    def load",
-        of_fsdp("loaded or failed"),
+        of_fsdp("discarded or fails"),
     ),
-    Fault(BUFFER, "        self.wait_sent()\n        super().load", "        super().load", of_fsdp("loaded")),
+    Fault(BUFFER, "        self.wait_sent()\n        super().load", "        super().load", of_fsdp("discarded")),
     Fault(
         HOST_STAGED,
         "        self.copies.stream.join()\n        return",
         "        return",
-        of_fsdp("loaded"),
+        of_fsdp("discarded"),
     ),
     Fault(
         HOST_STAGED,
@@ -184,13 +194,13 @@ FAULTS = [
         "scale-core/state/state_dict.py",
         "    wait_sent()  # They are",
         "    pass  # They are",
-        of_fsdp("written"),
+        of_fsdp("writes_to_its_state"),
     ),
     Fault(
         "scale-fsdp/runtime/root.py",
         "            for buffer in unit.buffers:\n                buffer.wait_sent()",
         "            pass",
-        of_fsdp("evaluation"),
+        of_fsdp("evaluates"),
     ),
     Fault(
         "scale-fsdp/runtime/checks.py",
@@ -285,15 +295,262 @@ FAULTS = [
         ("scale-oss/tests/test_oss_races.py", ""),
         "it is called where nothing is sent, and only publishes the parameters",
     ),
+    Fault(
+        "scale-core/state/state_dict.py",
+        "    wait_sent()\n    for key, source in sources.items():",
+        "    for key, source in sources.items():",
+        of_fsdp("loads_its_state"),
+    ),
+    Fault(
+        "scale-fsdp/offload/backward.py",
+        "        self._futures.clear()\n        self._update.join()",
+        "        self._futures.clear()",
+        of_fsdp("loads_an_optimizer"),
+    ),
+    Fault(
+        "scale-fsdp/offload/backward.py",
+        "        wait(self._futures)\n        self._futures.clear()",
+        "        self._futures.clear()",
+        of_fsdp("loads_an_optimizer"),
+    ),
+    Fault(UPDATE, "            transfer.join()", "            pass", OPTIMIZER),
+    Fault(STORAGE, "        self.copied.synchronize()", "        pass", CHECKPOINT),
+    Fault(STORAGE, "        self.written.result()", "        pass", CHECKPOINT),
+    Fault(STORAGE, "        event.wait(current_stream(self.device))", "        pass", CHECKPOINT),
+    Fault(BUFFER, "            self._host_copies.wait()", "            pass", ON_HOST),
+    Fault(
+        "scale-core/flat/live_buffers.py", "        buffer.wait_sent()", "        pass", of_fsdp("writes_to_its_state")
+    ),
+    # Pinned memory: without it a copy blocks, which is slow and not wrong.
+    Fault(STREAMS, "pin_memory=has_streams(device))", "pin_memory=False)", OPTIMIZER, BLOCKS),
+    Fault(STREAMS, "device=device, pin_memory=pin)", "device=device, pin_memory=False)", ON_HOST, BLOCKS),
+    Fault(STREAMS, "(tensor.pin_memory() if has_streams(device) else tensor)", "tensor", of_fsdp("plain"), BLOCKS),
+    Fault(
+        FLAT_STORAGE, "shard.pin_memory() if self._pins and not shard.is_pinned() else shard", "shard", ON_HOST, BLOCKS
+    ),
+    Fault(
+        FLAT_STORAGE, "device=self.devices.shard, pin_memory=self._pins)", "device=self.devices.shard)", ON_HOST, BLOCKS
+    ),
+    # Waits for collectives, one by one.
+    Fault(
+        BUFFER, "            work.wait(limit_seconds)\n            deferred", "            deferred", of_fsdp("plain")
+    ),
+    Fault(
+        BUFFER,
+        "all_gather(self.shard.data, buffer, tag=tag).wait(limit_seconds)",
+        "all_gather(self.shard.data, buffer, tag=tag)",
+        of_fsdp("discarded or evaluates"),
+    ),
+    Fault(TRANSPORT, "reduced = work.wait(limit_seconds)", "reduced = late(work)", of_fsdp("plain")),
+    Fault(TRANSPORT, "self._keep(work.wait(limit_seconds))", "self._keep(late(work))", of_fsdp("hybrid")),
+    Fault(
+        OSS_BUCKET,
+        "                self._gather[0].wait(limit_seconds)",
+        "                late(self._gather[0])",
+        OSS,
+    ),
+    Fault(
+        "scale-oss/sharded_ddp.py",
+        "                self._contract.wait(bucket.gather_event, bucket.wait)",
+        "                pass",
+        OSS,
+    ),
+    Fault(
+        "scale-oss/sharded_ddp.py",
+        "            if not waiting.has_run:\n                waiting.wait()",
+        "            pass",
+        OSS,
+    ),
+    Fault("scale-oss/step.py", "        self.wait()\n        loss = None", "        loss = None", OSS),
+    Fault(
+        "scale-oss/step.py",
+        "            if bucket.is_gathering and (waits or bucket.is_read_past_parameters()):\n"
+        "                self.contract.wait(bucket.gather_event, bucket.wait)",
+        "            pass",
+        OSS,
+    ),
+    Fault(
+        "scale-oss/reducer.py",
+        "                self._contract.wait(bucket.reduce_event, bucket.reduction.wait)",
+        "                pass",
+        OSS,
+    ),
+    Fault(
+        "scale-oss/reducer.py",
+        "        self.contract.wait(bucket.reduce_event, bucket.reduction.wait)",
+        "        pass",
+        OSS,
+    ),
+    Fault(
+        "scale-oss/local_sgd.py",
+        "            return work.wait(contract.limit_seconds)",
+        "            return late(work)",
+        OSS,
+    ),
+    Fault("scale-oss/local_sgd.py", "        contract.wait(event, work.wait)", "        pass", OSS),
+    Fault(
+        "scale-tp/comm.py", "                result = self.work.wait()", "                result = late(self.work)", TP
+    ),
+    Fault(
+        RING,
+        "        packed = packed if passing is None else passing.wait()\n    return",
+        "        packed = packed if passing is None else late(passing)\n    return",
+        TP,
+    ),
+    Fault(
+        RING,
+        "        packed = packed if passing is None else passing.wait()\n        arriving",
+        "        packed = packed if passing is None else late(passing)\n        arriving",
+        TP,
+    ),
+    Fault(RING, "of_packed += arriving.wait()", "of_packed += late(arriving)", TP),
+    Fault(RING, "if arriving is None else arriving.wait())", "if arriving is None else late(arriving))", TP),
+    Fault(
+        "scale-tp/attention/ulysses.py",
+        "input_sizes=input_sizes, tag=tag).wait()",
+        "input_sizes=input_sizes, tag=tag)",
+        TP,
+    ),
+    Fault(ASYNC_TP + "all_reduce_matmul.py", "return None, pending.wait(),", "return None, late(pending.work),", TP),
+    Fault(
+        ASYNC_TP + "all_reduce_matmul.py",
+        "                    previous[0].copy_(previous[1].wait())",
+        "                    previous[0].copy_(late(previous[1].work))",
+        TP,
+    ),
+    Fault(
+        ASYNC_TP + "all_reduce_matmul.py",
+        "        previous[0].copy_(previous[1].wait())\n        return",
+        "        previous[0].copy_(late(previous[1].work))\n        return",
+        TP,
+    ),
+    Fault(
+        ASYNC_TP + "collective_matmul.py",
+        "if gathering is None else gathering.wait())",
+        "if gathering is None else late(gathering.work))",
+        TP,
+    ),
+    Fault(
+        ASYNC_TP + "collective_matmul.py",
+        "if scattering is None else scattering.wait()",
+        "if scattering is None else late(scattering.work)",
+        TP,
+    ),
+    Fault(ASYNC_TP + "chunks.py", "received, chunk = pending.wait(),", "received, chunk = late(pending.work),", TP),
+    Fault(ASYNC_TP + "chunks.py", "pieces = pending.wait().split(", "pieces = late(pending.work).split(", TP),
+    Fault("scale-tp/layers/linear_ops.py", "input_sizes=sizes, tag=tag).wait()", "input_sizes=sizes, tag=tag)", TP),
+    Fault(
+        "scale-adascale/measurement/norm_reduction.py",
+        "        vector = pending.wait()\n        if",
+        "        vector = late(pending)\n        if",
+        ADASCALE,
+    ),
+    Fault(
+        DISPATCHER,
+        "            )\n            .wait()\n            .view",
+        "            )\n            ._result.view",
+        MOE,
+    ),
+    Fault(
+        DISPATCHER,
+        'experts", name)),\n        ).wait()',
+        'experts", name)),\n        )',
+        MOE,
+        "not seen: the sizes of a simulated message have no values to wait for",
+    ),
+    Fault("scale-moe/moe.py", "all_reduce(load, self.batch_group).wait()", "all_reduce(load, self.batch_group)", MOE),
 ]
+
+
+READ_AT_ONCE = "from memory that is not pinned, which has been read when the call returns"
+ELSEWHERE = {
+    "scale-adascale/adam_preconditioner.py": READ_AT_ONCE,
+    "scale-adascale/squared_norms.py": READ_AT_ONCE,
+    "scale-adascale/measurement/norm_reduction.py": READ_AT_ONCE,
+    "scale-checkpoint/planner/step.py": "measures a time",
+    "scale-core/consistency/all_ranks.py": "a thread without tensors of a device",
+    "scale-core/launch/launcher.py": "processes",
+    "scale-fsdp/state_dict/full.py": "a tensor of a full state dict can't be simulated; `FlatBuffer.load` has the same",
+    "scale-pipe/microbatch.py": "from the caller's memory, on the stream that computes with it",
+    "scale-pipe/partition/profile.py": "measures a time",
+    "scale-tools/doctor/environment.py": "measures a time",
+    "scale-train/launch/launcher.py": "threads that read from processes",
+    "scale-train/training/state.py": "measures a time",
+}
+"""Files with waits that are not planted, and why."""
+
+NOT_WAITS = {
+    ("scale-core/device/streams.py", "non_blocking="): "the copies whose waits are planted; one that blocks is slower",
+    ("scale-fsdp/offload/transfer.py", "after_caller=False"): "leaves a wait out, because the host has made it",
+    ("scale-snapshot/staging.py", "non_blocking=True"): "the copies whose wait is planted; one that blocks is slower",
+    ("scale-snapshot/staging.py", "pin_memory="): BLOCKS,
+}
+"""Lines of files, by a part of their text, that are no waits, and why they are as they are."""
+
+_WAITS = ("wait_stream", "wait_event", "synchronize", "record_stream", "wait_sent", "pin_memory")
+_OPTIONS = ("non_blocking", "pin_memory")
+
+
+def waits_in(path: Path) -> list[int]:
+    """The lines that wait for a stream, an event, a transfer or a thread, pin memory, or start a copy that is late."""
+    lines = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        joins = name == "join" and not node.args
+        late = name in ("copy_", "to", "empty", "zeros", "tensor", "run") and any(
+            word.arg in (*_OPTIONS, "after_caller") for word in node.keywords
+        )
+        if name in _WAITS or joins or late:
+            lines.append(node.end_lineno or node.lineno)
+    return sorted(set(lines))
+
+
+def planted_lines(file: str) -> set[int]:
+    """The lines of a file that some fault replaces."""
+    lines: set[int] = set()
+    for fault in FAULTS:
+        if fault.file == file:
+            source = fault.path.read_text(encoding="utf-8")
+            start = source.index(fault.line)
+            lines |= set(range(source.count("\n", 0, start) + 1, source.count("\n", 0, start + len(fault.line)) + 2))
+    return lines
+
+
+def problems() -> list[str]:
+    """Faults whose line is gone or is there twice, and waits that nobody has planted or explained."""
+    found = []
+    for fault in FAULTS:
+        count = fault.path.read_text(encoding="utf-8").count(fault.line) if fault.path.exists() else 0
+        if count != 1:
+            found.append(f"{fault.file} has {count} times: {fault.line}")
+    for package in sorted(PACKAGES.glob("scale-*")):
+        root = package / "src" / package.name.replace("-", "_")
+        for path in sorted(root.rglob("*.py")):
+            file = f"{package.name}/{path.relative_to(root)}"
+            if package.name in ("scale-check", "scale-fairscale") or file in ELSEWHERE:
+                continue
+            lines = path.read_text(encoding="utf-8").splitlines()
+            found += [
+                f"{file}:{line} waits, and is neither planted nor explained: {lines[line - 1].strip()}"
+                for line in sorted(set(waits_in(path)) - planted_lines(file))
+                if not any(other == file and part in lines[line - 1] for other, part in NOT_WAITS)
+            ]
+    return found
 
 
 def planted(fault: Fault) -> str:
     """The source with the fault in it."""
     source = fault.path.read_text(encoding="utf-8")
-    assert fault.line in source, f"{fault.file} has no longer: {fault.line}"
     before, after = re.split(f"({re.escape(fault.line)})", source, maxsplit=1)[::2]
     return before + fault.planted + after
+
+
+def late(work: Any, kept: list[Any] = []) -> Any:  # noqa: B006  # they live as long as the process
+    """The result of a collective that nobody waits for; its handle is kept, which would wait at its end."""
+    kept.append(work)
+    return work._result
 
 
 class Watch:
@@ -318,6 +575,7 @@ def try_here(fault: Fault) -> dict[str, Any]:
             return compile(source, path, "exec")
         return get_code(loader, name)
 
+    vars(builtins)["late"] = late
     importlib.machinery.SourceFileLoader.get_code = get_changed_code  # type: ignore[method-assign]
     file, names = fault.tests
     os.chdir(PACKAGES / file.split("/")[0])
@@ -365,9 +623,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Leaves out each wait between streams.")
     parser.add_argument("--only", default="", help="a word in the path of the file")
     parser.add_argument("--smoke", action="store_true", help="the first fault")
+    parser.add_argument("--check", action="store_true", help="only whether each wait is planted or explained")
     parser.add_argument("--date", help="also write results/, of this date")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if found := problems():
+        sys.exit("\n".join(found))
+    if options.check:
+        return
     faults = [fault for fault in FAULTS if options.only in fault.file][: 1 if options.smoke else None]
     outcomes = []
     for fault in faults:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,6 +49,15 @@ def test_a_product_and_other_operators_run_one_after_the_other() -> None:
         assert clocks.now == 0.5 and clocks.host == 0.0
         result.add_(1)  # Reads, and writes.
         assert clocks.now == 0.5 + 2 * 16
+
+
+@pytest.mark.parametrize("is_causal, seconds", [(False, 2.0), (True, 1.0)])
+def test_attention_has_a_rate_of_its_own_and_half_of_it_is_causal(is_causal: bool, seconds: float) -> None:
+    with timed(replace(RATES, attention_flops_per_second=2**19)) as (clocks, weight):
+        query = weight.to(torch.bfloat16)[None, None]
+        begin = clocks.now
+        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=is_causal)
+        assert clocks.now == begin + seconds  # Two products of 2^19 operations.
 
 
 def test_what_is_written_only_counts_once() -> None:

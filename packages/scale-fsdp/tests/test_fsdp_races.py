@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, reduce
@@ -24,7 +25,7 @@ from scale_core.flat.buffer import FlatBuffer
 from scale_core.flat.config import DevicePolicy
 from scale_core.flat.layout import FlatLayout
 from scale_core.hooks import autograd as hooks
-from scale_core.state.state_dict import sharded_state_dict
+from scale_core.state.state_dict import load_sharded_state_dict, sharded_state_dict
 from scale_fsdp import (
     CommunicationPolicy,
     FSDPModule,
@@ -164,6 +165,23 @@ def test_an_optimizer_on_the_host_of_a_plain_model_has_no_race(options: dict[str
         optimizer.zero_grad()
 
 
+@pytest.mark.usefixtures("simulation", "many_buckets")
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_a_step_in_a_backward_and_then_loads_an_optimizer() -> None:
+    """What is loaded is written when the updates of the pass that has failed have ended."""
+    model = sharded()
+    optimizer = on_host(model.parameters(), overlap_step=True)
+    train(model, lambda _: optimizer)
+    state = {**optimizer.state_dict(), "state": {}}
+    for _ in range(STEPS):
+        hidden = torch.randn(2, WIDTH, device="sim", requires_grad=True)
+        hidden.register_hook(fail)
+        with pytest.raises(KeyError, match="hook"):
+            model(hidden).sum().backward()
+        optimizer.load_state_dict(state)
+        zero(model.parameters())
+
+
 @pytest.mark.usefixtures("simulation")
 @pytest.mark.parametrize("params, grads", [(True, False), (True, True), (False, True)], ids=["late", "early", "back"])
 def test_gradients_that_come_to_the_host_have_no_race(params: bool, grads: bool) -> None:
@@ -267,6 +285,15 @@ def writes_to_its_state(model: FSDPModule) -> None:
     train(model, after=write)
 
 
+def loads_its_state(model: FSDPModule) -> None:
+    def load() -> None:
+        saved = copy.deepcopy(sharded_state_dict(model))
+        run(model)
+        load_sharded_state_dict(saved, model)
+
+    train(model, after=load)
+
+
 @pytest.mark.usefixtures("simulation")
 @pytest.mark.parametrize("options", [{}, ON_HOST], ids=["plain", "shards on the host"])
 @pytest.mark.parametrize(
@@ -279,6 +306,7 @@ def writes_to_its_state(model: FSDPModule) -> None:
         averages,
         fails_in_backward,
         writes_to_its_state,
+        loads_its_state,
     ],
 )
 def test_a_program_has_no_race(program: Callable[[Any], None], options: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from scale_core import ParallelDims
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
+from scale_pipe.schedules.classic import interleaved_1f1b, one_forward_one_backward
 from scale_tools.plan.estimate import (
     Estimate,
     _host_peak,
@@ -31,7 +32,14 @@ from scale_tools.plan.model import planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.report import print_plan
 from scale_tools.plan.rows import PlanRow, judge, suggest
-from scale_tools.plan.stages import ranks_to_simulate, ranks_to_time, time_stage
+from scale_tools.plan.stages import (
+    PlannedStageTimes,
+    pipeline_seconds,
+    ranks_to_simulate,
+    ranks_to_time,
+    schedule_seconds,
+    time_stage,
+)
 from scale_tools.plan.step_time import StepWork
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.cli import main, parse
@@ -641,6 +649,23 @@ def test_a_config_of_transformers_gets_a_command_that_trains_it(tmp_path: Path, 
         assert (parsed.model.model, parsed.parallel) == (folder, strategy.parallel_options("bf16"))
         python = "\n".join(strategy.python("bf16", policy="scale_fsdp.no_split_policy(model)"))
         assert ("no_split_policy(model)" in python) == ("fully_shard_modules" in python) and "Block" not in python
+
+
+def test_stages_that_are_interleaved_wait_for_shorter_stages() -> None:
+    whole, half = PlannedStageTimes(2.0, 4.0, 0.0, after=1.0), PlannedStageTimes(1.0, 2.0, 0.0, after=0.5)
+    assert schedule_seconds(one_forward_one_backward(2, 4), [whole] * 2) == 5 * 6 + 1
+    assert schedule_seconds(interleaved_1f1b(2, 4, 2), [half] * 4) == 4 * 6 + 3 + 1
+
+
+def test_an_interleaved_pipeline_is_planned_by_its_stages() -> None:
+    options = PlanOptions("tiny", layers=8, width=2048, heads=16, batch=8, sequence=2048, tflops=1.0)
+    strategy, planned = Strategy("pipe", 2, 2, chunks=4), planned_model(options)
+    seconds = [
+        pipeline_seconds(planned, dataclasses.replace(strategy, stages_per_rank=number), options) for number in (1, 2)
+    ]
+    first, interleaved = seconds
+    assert first is not None and interleaved is not None
+    assert first / interleaved == pytest.approx(5 / 4.5, rel=0.02)  # The bubble is one micro-batch, and half of one.
 
 
 @pytest.mark.parametrize(

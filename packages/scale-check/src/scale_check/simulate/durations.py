@@ -46,13 +46,15 @@ class Rates:
     """What a device and its network reach.
 
     Attributes:
-        flops_per_second: Of products and attention.
+        flops_per_second: Of products.
         memory_bytes_per_second: Of all other operators, for what they read and write.
         host_link_bytes_per_second: Of copies between host and device, in one direction.
         host_memory_bytes_per_second: Of operators on the host, such as an optimizer's there.
         network_bytes_per_second: Of a rank, for what a ring algorithm sends; 0 for collectives that take no time.
         launch_seconds: The host's, for each operator and collective.
         collective_seconds: Of a collective, in addition to its bytes.
+        attention_flops_per_second: Of attention kernels, which compute half of the products if they are causal. None is
+            the rate of products.
     """
 
     flops_per_second: float = 500e12
@@ -62,6 +64,7 @@ class Rates:
     network_bytes_per_second: float = 80e9
     launch_seconds: float = 6e-6
     collective_seconds: float = 20e-6
+    attention_flops_per_second: float | None = None
 
 
 class Clocks:
@@ -182,7 +185,11 @@ class _Timed(TorchDispatchMode):
             clocks.run(max(tensor.nbytes for tensor in tensors) / rates.host_link_bytes_per_second)
             self._wait_for_copy(func.name(), args, kwargs)
         elif count is not None:
-            clocks.run(count(*args, **kwargs, out_val=result) / rates.flops_per_second)
+            seconds = count(*args, **kwargs, out_val=result) / rates.flops_per_second
+            if (is_causal := _is_causal(func, args, kwargs)) is not None:
+                seconds *= rates.flops_per_second / (rates.attention_flops_per_second or rates.flops_per_second)
+                seconds /= 2 if is_causal else 1
+            clocks.run(seconds)
         else:
             clocks.run(operator_bytes(func, args, kwargs, result) / rates.memory_bytes_per_second)
 
@@ -213,6 +220,15 @@ def operator_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     written = list(tensors_with_memory(result))  # What it returns, or what it has been given to write to.
     written = written or [tensor for tensor, is_written in accesses(func, args, kwargs) if is_written]
     return sum(tensor.nbytes for tensor in (*read, *written))
+
+
+def _is_causal(func: Any, args: Any, kwargs: Any) -> bool | None:
+    """Whether each position of an attention kernel sees the earlier ones only; None for other operators."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "is_causal" not in names:
+        return None
+    position = names.index("is_causal")
+    return bool(kwargs.get("is_causal", args[position] if len(args) > position else False))
 
 
 def _has_kernel(func: Any) -> bool:

@@ -26,6 +26,7 @@ from scale_tools.plan.model import PlannedModel, planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.report import as_json, draw, print_plan
 from scale_tools.plan.rows import judge, suggest
+from scale_tools.plan.step_time import attention_tflops
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.configuration.checks import expert_problems, number_problem
 from scale_train.configuration.resolve import expert_parallel_problem, model_config, parse_bytes
@@ -80,6 +81,7 @@ def _check(options: PlanOptions) -> None:
         raise InputError(f"--ranks-per-host {options.ranks_per_host}: at least 1 is needed")
     for flag, rate in (
         ("--tflops", options.tflops),
+        ("--attention-tflops", attention_tflops(options)),
         ("--link", options.link),
         ("--host-link", options.host_link),
         ("--memory-bandwidth", options.memory_bandwidth),

@@ -20,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("batch", "sequence", "precision", "activations", "only"),
     ),
     "[time] What the machine reaches. The time of a step follows from these numbers only.": (
-        *("tflops", "link", "host_link", "memory_bandwidth", "host_bandwidth"),
+        *("tflops", "attention_tflops", "link", "host_link", "memory_bandwidth", "host_bandwidth"),
     ),
     "[output]": ("jobs", "picture", "json"),
 }
@@ -81,6 +81,9 @@ class PlanOptions:
     """Share of the device's memory to leave free, for its allocator and the transport."""
     tflops: float = 200.0
     """10^12 operations per second that a device reaches in matrix products."""
+    attention_tflops: float | None = None
+    """10^12 operations per second that a device reaches in attention. By default half of --tflops. Causal attention has
+    half of the operations."""
     link: float = 100.0
     """GB per second that a rank sends to others, over the slowest link."""
     host_link: float = 25.0

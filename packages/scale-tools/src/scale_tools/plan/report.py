@@ -13,6 +13,7 @@ from rich.table import Table
 from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.rows import GIB, PlanRow, Suggested
+from scale_tools.plan.step_time import attention_tflops
 
 _KINDS = {
     "parameters": "parameters",
@@ -83,7 +84,8 @@ def print_plan(
         console.print(f"{titles[0]}{further}: {problem}", markup=False)
     console.print(
         f"Fits: with {options.margin:.0%} of the device left free, and {options.host_memory} of a host. Step: "
-        f"--tflops {options.tflops:g}, --link {options.link:g}, --host-link {options.host_link:g}, --memory-bandwidth "
+        f"--tflops {options.tflops:g}, --attention-tflops {attention_tflops(options):g}, --link "
+        f"{options.link:g}, --host-link {options.host_link:g}, --memory-bandwidth "
         f"{options.memory_bandwidth:g}, --host-bandwidth {options.host_bandwidth:g}; a model for comparing, not a "
         "measurement. Device s/M tokens: ranks x step / tokens, for a million.",
         markup=False,

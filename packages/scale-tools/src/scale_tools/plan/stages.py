@@ -46,7 +46,8 @@ _TIMED_MICRO_BATCHES = 3
 
 def schedule_of(strategy: Strategy) -> Schedule:
     """The schedule that is planned for a pipeline."""
-    return get_schedule("1f1b", strategy.model_ranks, strategy.chunks, None)
+    name = "1f1b" if strategy.stages_per_rank == 1 else "interleaved_1f1b"
+    return get_schedule(name, strategy.model_ranks, strategy.chunks, strategy.stages_per_rank)
 
 
 def ranks_to_simulate(planned: PlannedModel, strategy: Strategy) -> list[int]:
@@ -191,16 +192,21 @@ class PlannedStageTimes(NamedTuple):
 
 def pipeline_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float | None:
     """The time of a step: the schedule with the times of its stages; None where the model does not run there."""
-    ranks = ranks_to_time(planned, strategy)
+    # A stage is timed by itself, as if each had a rank of its own.
+    number = strategy.stages_per_rank
+    spread = replace(
+        strategy, ranks=number * strategy.ranks, model_ranks=number * strategy.model_ranks, stages_per_rank=1
+    )
+    stages = ranks_to_time(planned, spread)
     try:
-        by_rank = {rank: time_stage(planned, strategy, options, rank) for rank in sorted(set(ranks))}
+        by_stage = {stage: time_stage(planned, spread, options, stage) for stage in sorted(set(stages))}
     except (ValueError, TypeError, RuntimeError):
         return None
-    return schedule_seconds(schedule_of(strategy), [by_rank[rank] for rank in ranks])
+    return schedule_seconds(schedule_of(strategy), [by_stage[stage] for stage in stages])
 
 
 def schedule_seconds(schedule: Schedule, times: Sequence[PlannedStageTimes]) -> float:
-    """The time of a step, of one stage on each rank; messages pass while their ranks compute.
+    """The time of a step from the times of all stages; messages pass while their ranks compute.
 
     Here the last rank is done first, but has more to do after its last backward:
 
@@ -212,11 +218,12 @@ def schedule_seconds(schedule: Schedule, times: Sequence[PlannedStageTimes]) -> 
     """
     backwards, links = tuple(each.backward for each in times), tuple(each.send for each in times[:-1])
     costs = Costs(tuple(each.forward for each in times), backwards, (0.0,) * len(times), links)
-    ends = [0.0] * len(times)
+    ends = [0.0] * schedule.num_ranks
     for span in simulate_schedule(schedule, costs).spans:
         if span.action.kind in COMPUTES:
             ends[span.rank] = max(ends[span.rank], span.end)
-    return max(end + each.after for end, each in zip(ends, times, strict=True))
+    after = (sum(times[stage].after for stage in stages) for stages in schedule.placement.stages_of)
+    return max(map(sum, zip(ends, after, strict=True)))
 
 
 def time_stage(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> PlannedStageTimes:

@@ -20,7 +20,7 @@ promises nothing. All rates are what is reached, not what a data sheet says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from scale_check.simulate import durations
@@ -41,6 +41,7 @@ class MachineRates:
         host_link: Bytes between device and host, in one direction.
         memory: Bytes of the device's memory.
         host_memory: Bytes of the host's memory, this rank's part of it.
+        attention: Floating point operations of attention; None is the rate of products.
     """
 
     compute: float
@@ -48,10 +49,17 @@ class MachineRates:
     host_link: float
     memory: float
     host_memory: float
+    attention: float | None = None
 
     def of_streams(self) -> durations.Rates:
         """The same for simulated streams."""
-        return durations.Rates(self.compute, self.memory, self.host_link, self.host_memory, self.link)
+        rates = durations.Rates(self.compute, self.memory, self.host_link, self.host_memory, self.link)
+        return replace(rates, attention_flops_per_second=self.attention)
+
+
+def attention_tflops(options: PlanOptions) -> float:
+    """Returns what a device reaches in attention; FlashAttention-2 on an H100 has about half of that of products."""
+    return options.tflops / 2 if options.attention_tflops is None else options.attention_tflops
 
 
 def rates_of(options: PlanOptions, ranks: int) -> MachineRates:
@@ -62,6 +70,7 @@ def rates_of(options: PlanOptions, ranks: int) -> MachineRates:
         host_link=options.host_link * 1e9,
         memory=options.memory_bandwidth * 1e9,
         host_memory=options.host_bandwidth * 1e9 / ranks_per_host(options, ranks),
+        attention=attention_tflops(options) * 1e12,
     )
 
 

@@ -40,6 +40,7 @@ class Strategy:
         tensor_ranks: Of a pipeline, ranks that divide the layers of each stage.
         shards_stages: Of several pipelines, whether they shard each stage, as fsdp, or have it whole, as ddp.
         context_ranks: Ranks that divide each sequence.
+        stages_per_rank: Of a pipeline; with several its schedule is interleaved 1F1B. Then only its time is planned.
     """
 
     parallel: Parallel
@@ -52,6 +53,7 @@ class Strategy:
     tensor_ranks: int = 1
     shards_stages: bool = False
     context_ranks: int = 1
+    stages_per_rank: int = 1
 
     @property
     def data_ranks(self) -> int:
