@@ -78,6 +78,32 @@ def test_bf16_parameters_have_no_race() -> None:
     train(ShardedDataParallel(model, optimizer), optimizer, torch.bfloat16)
 
 
+class ReadsAnother(nn.Module):
+    """Its second layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = mlp(), nn.Linear(WIDTH, WIDTH, device="sim")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.first(x), self.second.weight, self.second.bias)
+
+
+def test_a_module_that_is_never_called_has_no_race() -> None:
+    model = ReadsAnother()
+    optimizer = OSS(model.parameters(), optim=AdamW, lr=1e-3)
+    train(ShardedDataParallel(model, optimizer), optimizer)
+
+
+def test_steps_without_a_forward_between_them_have_no_race() -> None:
+    model = mlp()
+    optimizer = OSS(model.parameters(), optim=AdamW, lr=1e-3)
+    wrapped = ShardedDataParallel(model, optimizer)
+    wrapped(batch()).sum().backward()
+    for _ in range(STEPS):
+        optimizer.step()
+
+
 def test_accumulation_and_clipping_have_no_race() -> None:
     model = mlp()
     optimizer = OSS(model.parameters(), optim=AdamW, lr=1e-3)
