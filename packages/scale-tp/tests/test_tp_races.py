@@ -16,6 +16,7 @@ from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_tp import LayerOptions, megatron
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
+from scale_tp.layers.linear_ops import all_reduce_copies
 
 pytestmark = [
     pytest.mark.simulation,
@@ -86,6 +87,13 @@ def test_products_beside_their_messages_have_no_race(pieces: int) -> None:
         return linear_scatter(full, weight, group_of(), pieces=pieces).sum()
 
     train(holder, loss)
+
+
+def test_gradients_of_copied_heads_have_no_race() -> None:
+    for _ in range(STEPS):
+        gradient = torch.randn(WIDTH, device="sim")
+        all_reduce_copies(gradient, group_of(), [0, 1]).add_(1)
+        gradient.zero_()
 
 
 def test_words_that_ranks_divide_have_no_race() -> None:
