@@ -100,6 +100,20 @@ def test_a_multiple_that_clipping_hides_is_a_difference() -> None:
     assert report(grad, grad * 2, grad * 2).first is None
 
 
+def test_gradients_that_are_all_multiplied_are_said_to_be() -> None:
+    keys = [Key(1, Phase.GRADIENT, name) for name in ("first", "unused", "second")]
+    grads = [torch.tensor(values, dtype=torch.float64) for values in ([3.0, -4.0], [0.0], [[5.0]])]
+    plain = Recording(dict(zip(keys, grads, strict=True)))
+
+    def report(*factors: float) -> Report:
+        multiplied = [grad * factor for grad, factor in zip(grads, factors, strict=True)]
+        return compare(plain, [Recording(dict(zip(keys, multiplied, strict=True)))] * 2, dict.fromkeys(keys, 1e-15))
+
+    assert "All gradients of this step are 2 times those of one process." in str(report(2, 1, 2))
+    assert report(2, 1, 2).to_json()["gradient_factor"] == 2
+    assert report(2, 1, 1).gradient_factor is None and report(2, 1, 3).gradient_factor is None
+
+
 def test_the_rank_whose_part_is_wrong_is_named() -> None:
     key = Key(1, Phase.OUTPUT, "layer")
     for num_columns in (3, 2**14):  # The larger one is kept as sums.

@@ -25,6 +25,8 @@ from scale_core.consistency.flight_recorder import title_of_ranks
 BUG_RATIO = 100.0
 
 
+_EQUAL_FACTORS = 1e-3  # How much factors of gradients that are one number may differ, and their residuals.
+
 # What has to be there in one process where a rank has it; states may have other names on ranks.
 _ON_BOTH_SIDES = (Phase.START, Phase.OUTPUT, Phase.LOSS, Phase.GRADIENT, Phase.WEIGHT)
 
@@ -114,6 +116,8 @@ class Report:
         also: How many more tensors differ.
         num_nan: How many tensors have a NaN, at the same places.
         differences: The difference of each tensor that differs, in the order of time.
+        gradient_factor: How many times as large as in one process all gradients of the first difference's step are;
+            None if it is not one number for all of them, or if the first difference is no gradient of a parameter.
 
     See also: [the guide to comparing with one process](../guides/check.md).
     """
@@ -126,6 +130,7 @@ class Report:
     also: int = 0
     num_nan: int = 0
     differences: tuple[FirstDifference, ...] = ()
+    gradient_factor: float | None = None
 
     def __str__(self) -> str:
         if self.first is None:
@@ -134,7 +139,9 @@ class Report:
             return f"{self.num_compared} tensors are {self.verdict.value}{how}{nan}"
         before = f" The last tensor before it that is right: {self.equal_before}." if self.equal_before else ""
         also = f" {self.also} {'other differs' if self.also == 1 else 'others differ'}, too." if self.also else ""
-        return f"{self.first}.{before}{also}"
+        factor = self.gradient_factor
+        all_gradients = f" All gradients of this step are {factor:.3g} times those of one process." if factor else ""
+        return f"{self.first}.{all_gradients}{before}{also}"
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON knows it."""
@@ -148,6 +155,7 @@ class Report:
             "largest_ratio": self.largest_ratio if math.isfinite(self.largest_ratio) else str(self.largest_ratio),
             "first": first,
             "also": self.also,
+            "gradient_factor": self.gradient_factor,
             "num_nan": self.num_nan,
         }
 
@@ -191,6 +199,8 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
     first = _most_wrong(comparisons, differing)
     is_right = set(range(first)).difference(differing)
     differences = tuple(comparisons[number].difference for number in differing)
+    key = comparisons[first].key
+    factor = _gradient_factor(plain, ranks, key) if key.phase in (Phase.UNCLIPPED, Phase.GRADIENT) else None
     return Report(
         ParityVerdict.BUG,
         comparisons[first].difference,
@@ -199,7 +209,29 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         str(comparisons[max(is_right)].key) if is_right else "",
         len(differing) - 1,
         differences=tuple(difference for difference in differences if difference is not None),
+        gradient_factor=factor,
     )
+
+
+def _gradient_factor(plain: Recording, ranks: Sequence[Recording], key: Key) -> float | None:
+    """How many times too large all gradients of a step are on all ranks: the reduction sums, or divides twice."""
+    factors = []
+    for other in plain.keys_of(key.phase):
+        if other.step != key.step:
+            continue
+        for recording in ranks:
+            if (grad := recording.tensors.get(other)) is None or grad.shape != plain.tensors[other].shape:
+                return None
+            expected, actual = (float_values(value) for value in in_one_form([plain.tensors[other], grad]))
+            if not expected.any() and not actual.any():
+                continue
+            factor = float(expected @ actual / (expected @ expected))
+            if not bool((actual - factor * expected).abs().max() <= _EQUAL_FACTORS * expected.abs().max()):
+                return None
+            factors.append(factor)
+    if not factors or max(factors) - min(factors) > _EQUAL_FACTORS * abs(factors[0]):
+        return None
+    return factors[0]
 
 
 def with_samples_compared(report: Report, ranks: Sequence[Recording]) -> Report:
