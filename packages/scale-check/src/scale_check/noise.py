@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from scale_check.recording import Key, Recording
 from scale_check.summary import Recorded, float_values
@@ -24,6 +23,8 @@ from scale_check.summary import Recorded, float_values
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Switches `torch.autocast` off, and the `param_dtype` of FSDP2's policies."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # The first optimizer of a process imports it anyway.
+
     autocast_init, policy_init = torch.autocast.__init__, MixedPrecisionPolicy.__init__
 
     def init_disabled(
