@@ -4,11 +4,11 @@
     python benchmarks/peers.py fsdp2_order tp_prelu
     python benchmarks/peers.py --fuzz 100          # also 100 random programs with each library, or with --engines fsdp2
     python benchmarks/peers.py --smoke             # runs one program
-    python benchmarks/peers.py --date 2026-11-29   # also writes results/2026-11-29-peers.*
+    python benchmarks/peers.py --date 2026-11-29   # also writes results/2026-11-29-peers.*; keeps its other rows
 
-Each file in `peers/` is one program, of some 30 lines, for `torchrun --nproc-per-node 2`; its first line says what is
-wrong. It prints what one process computes and what the ranks do. Those of a library that is not installed are left out;
-`--deepspeed-python` is the interpreter of an environment with DeepSpeed. Random programs are those of `scale-check
+Each file in `peers/` is one program, of at most 30 lines, for `torchrun --nproc-per-node 2`; its first line says what
+is wrong. It prints what one process computes and what the ranks do. Those of a library that is not installed are left
+out; `--deepspeed-python` is the interpreter of an environment with DeepSpeed. Random programs are those of `scale-check
 fuzz`, on two ranks, from seed 1000 on, or `--seed`; errors are those that all ranks raise.
 `tests/clients/test_clients_peers.py` runs the programs of the installed libraries, and says which no longer differ.
 """
@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from report import Table, save
+from report import RESULTS, Table, save
 
 from scale_check.fuzz.command import fuzz
 
@@ -100,11 +101,21 @@ def fuzzed(num_programs: int, engines: Sequence[str], first_seed: int) -> Table:
         seeds = range(first_seed, first_seed + num_programs)
         summary = fuzz(engine, seeds, 2, shrinks=False)
         different = [finding.program.seed for finding in summary.findings if finding.kind == "different"]
-        counts = (num_programs - len(summary.findings), len(different), summary.count("error"), summary.count("ended"))
+        num_equal = num_programs - len(summary.findings)
+        counts = (num_programs, num_equal, len(different), summary.count("error"), summary.count("ended"))
         rows.append([engine, *map(str, counts), ", ".join(map(str, different[:12]))])
         print(rows[-1], flush=True)
-    heads = ["engine", "equal", "different", "errors", "hang or die", "seeds that differ"]
-    return Table(f"{num_programs} random programs with each library, from seed {first_seed} on", heads, rows)
+    heads = ["engine", "programs", "equal", "different", "errors", "hang or die", "seeds that differ"]
+    return Table(f"Random programs with each library, from seed {first_seed} on", heads, rows)
+
+
+def merged(table: Table, recorded: Sequence[Mapping[str, str]]) -> Table:
+    """The table, with the rows of other programs or libraries that a file has recorded."""
+    key = table.heads[0]
+    rows = {row[key]: [row[head] for head in table.heads] for row in recorded if key in row}
+    rows |= {row[0]: list(row) for row in table.rows}
+    names = sorted(rows) if key == "program" else rows
+    return Table(table.title, table.heads, [rows[name] for name in names])
 
 
 def main() -> None:
@@ -131,8 +142,12 @@ def main() -> None:
         print(f"{path.stem}: {line}", flush=True)
     heads = ["program", "version", "what is wrong", "differs", "it prints"]
     table = Table("Programs that train with other numbers", heads, rows)
-    tables = [table, fuzzed(options.fuzz, options.engines, options.seed)] if options.fuzz else [table]
+    engines = fuzzed(options.fuzz, options.engines if options.fuzz else (), options.seed)
     if options.date:
+        results = RESULTS / f"{options.date}-peers.json"
+        recorded = json.loads(results.read_text(encoding="utf-8"))["results"] if results.exists() else []
+        tables = [merged(each, recorded) for each in (table, engines)]
+        tables = [each for each in tables if each.rows]
         figures = [dict(zip(each.heads, row, strict=True)) for each in tables for row in each.rows]
         save("peers", options.date, __doc__ or "", tables, figures)
 

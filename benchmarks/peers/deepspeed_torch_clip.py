@@ -14,12 +14,8 @@ torch.manual_seed(0)
 ref = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
 model = copy.deepcopy(ref)
 x, y = torch.randn(8, 6), torch.randn(8, 6)
-config = {
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_clipping": 0.0,
-    "zero_optimization": {"stage": 1},
-    "zero_allow_untested_optimizer": True,
-}
+config = {"train_batch_size": 8, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1}}
+config["zero_allow_untested_optimizer"] = True
 engine = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)[0]
 opt = torch.optim.SGD(ref.parameters(), lr=0.1)
 for _ in range(4):

@@ -28,15 +28,8 @@ class Net(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-opts = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-}
-trainer = L.Trainer(devices=2, strategy="ddp", **opts)
+quiet = {"logger": False, "enable_checkpointing": False}
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, **quiet)
 trainer.fit(Net(), DataLoader(data, batch_size=2), DataLoader(data, batch_size=2))
 if dist.get_rank() == 0:
     want = Net().training_step(data.tensors, 0).item()

@@ -16,16 +16,6 @@ torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 
 
-class LM(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb, self.head = nn.Embedding(10, 6), nn.Linear(6, 10, bias=False)
-        self.head.weight = self.emb.weight
-
-    def forward(self, i):
-        return self.head(self.emb(i))
-
-
 def train(m):
     opt, i = torch.optim.SGD(m.parameters(), 0.5), torch.arange(8)
     F.cross_entropy(m(i), i + 1).backward()
@@ -33,9 +23,10 @@ def train(m):
     return F.cross_entropy(m(i), i + 1).item(), len(list(m.parameters()))
 
 
-ref = LM()
+ref = nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 10, bias=False))
+ref[1].weight = ref[0].weight
 model = copy.deepcopy(ref)
-plan = {"emb": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+plan = {"0": RowwiseParallel(input_layouts=Replicate()), "1": ColwiseParallel(output_layouts=Replicate())}
 model, want = parallelize_module(model, init_device_mesh("cpu", (2,)), plan), train(ref)
 
 got = [None, None]

@@ -24,7 +24,8 @@ from scale_core.testing import run_ranks
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from peers import PROGRAMS, differs, library_of  # noqa: E402
+from peers import PROGRAMS, differs, library_of, merged  # noqa: E402
+from report import Table  # noqa: E402
 
 LIMIT_SECONDS = 300.0
 
@@ -80,3 +81,9 @@ def test_a_program_of_a_peer_still_differs(path: Path) -> None:
 )
 def test_what_a_program_prints_says_whether_it_differs(line: str, expected: bool) -> None:
     assert differs(line) is expected
+
+
+def test_rows_that_were_not_run_again_stay_in_the_table() -> None:
+    recorded = [{"program": "b", "differs": "yes"}, {"program": "a", "differs": "yes"}, {"engine": "ddp"}]
+    table = merged(Table("", ("program", "differs"), [["b", "no"]]), recorded)
+    assert table.rows == [["a", "yes"], ["b", "no"]]
