@@ -241,7 +241,7 @@ def test_a_model_is_converted_between_steps(flat: bool) -> None:
 
 @line(
     "`copy.deepcopy((model, optimizer))`, `torch.save((model, optimizer), file)`",
-    "right; a file holds one rank's shards, for that rank of as many",
+    "right; a file holds one rank's shards, and only that rank can load it",
     "`torch.save(model.state_dict(), file)` after all ranks have called `state_dict()`",
 )
 @pytest.mark.fault(84)
@@ -262,7 +262,7 @@ def test_a_model_and_its_optimizer_are_copied(flat: bool) -> None:
 
 
 @line(
-    "`merge_adapter()` of peft, and whatever else computes weights from weights",
+    "`merge_adapter()` of peft, and other code that computes weights from weights",
     "torch's error about shapes, or this rank's shard",
     "the same `with model.summon_full_params():`; `merge_and_unload()` on a plain model with `model.state_dict()`",
 )
