@@ -14,8 +14,8 @@ class DoctorOptions:
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """What the ranks compute on; auto is cuda where there are two GPUs or more."""
+    """Device of the ranks. auto is cuda if there are two GPUs or more, otherwise cpu."""
     limit_seconds: float = 10.0
-    """The longest wait for a rank; the whole test of ranks that it starts may take half as long again."""
+    """The longest wait for a rank. The test of all ranks may take 1.5 times this."""
     json: bool = False
     """Print one JSON object."""

@@ -36,7 +36,7 @@ class ShowOptions:
 
 @dataclass(frozen=True)
 class ListOptions:
-    """List the schedules for so many ranks and micro-batches: how long ranks wait, and how much each keeps."""
+    """List the schedules for a number of ranks and micro-batches: how long ranks wait, and how much each keeps."""
 
     ranks: int = 4
     """Ranks of the pipeline."""

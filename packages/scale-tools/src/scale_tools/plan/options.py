@@ -19,8 +19,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "[step] Batch and precision, and the techniques to compare.": (
         *("batch", "sequence", "precision", "activations", "only"),
     ),
-    "[time] What the machine reaches. The time of a step follows from these numbers only.": (
-        *("tflops", "attention_tflops", "link", "host_link", "memory_bandwidth", "host_bandwidth"),
+    "[time] Speed of the machine. The time of a step follows from these numbers only.": (
+        *("tflops", "link", "host_link", "memory_bandwidth", "host_bandwidth"),
     ),
     "[output]": ("jobs", "picture", "json"),
 }

@@ -11,7 +11,7 @@ from tyro.conf import Positional, subcommand
 
 @dataclass(frozen=True)
 class LsOptions:
-    """List the snapshots of a run or a folder: step, size, ranks, age, and what is damaged, newer or unfinished."""
+    """List the snapshots of a run or a folder: step, size, ranks, age, and if one is damaged, newer or unfinished."""
 
     path: Positional[Path]
     """A run's folder, a folder of snapshots, or one snapshot."""
@@ -67,7 +67,7 @@ class ConsolidateOptions:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Convert a checkpoint of another library into a snapshot, or into safetensors or DCP; equal to the bit."""
+    """Convert a checkpoint of a different library to a snapshot, safetensors or DCP, equal to the bit."""
 
     source: Positional[Path]
     """A file of torch.save, a folder of torch.distributed.checkpoint, a safetensors file, a folder of Hugging Face, the
@@ -96,7 +96,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True)
 class PruneOptions:
-    """Remove old snapshots; the newest complete ones, and what is damaged, newer or unfinished, stay."""
+    """Remove old snapshots. Keeps the newest complete ones, and damaged, newer or unfinished ones."""
 
     path: Positional[Path]
     """A run's folder, or a folder of snapshots."""

@@ -13,6 +13,6 @@ class WhyOptions:
     """Say in one sentence why a training on several ranks ended: which rank ended first and how, who waited where."""
 
     logs: Positional[tuple[Path, ...]]
-    """What the ranks left behind: their logs, torchrun's --log-dir, the folder of SCALE_FLIGHT_RECORDS."""
+    """Logs of the ranks, torchrun's --log-dir, or the folder of SCALE_FLIGHT_RECORDS."""
     json: bool = False
     """Print one JSON object."""
