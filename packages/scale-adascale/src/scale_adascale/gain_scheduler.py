@@ -24,7 +24,7 @@ Batch = TypeVar("Batch")
 def until_steps(
     batches: Iterable[Batch], optimizer: AdaScale, steps: float, *, first_epoch: int | None = None
 ) -> Iterator[Batch]:
-    """Yields batches, epoch after epoch, until the training is worth so many steps of the small batch.
+    """Yields batches, epoch after epoch, until the training is worth `steps` steps of the small batch.
 
         for batch in until_steps(loader, optimizer, steps=10_000):
             loss(model(batch)).backward()

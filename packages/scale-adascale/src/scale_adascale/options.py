@@ -27,7 +27,7 @@ class AdaScaleOptions:
         grad_scaler: The scaler that multiplies losses and steps, torch's `GradScaler` or `ShardedGradScaler`.
 
     Raises:
-        TypeError: A field is of another type.
+        TypeError: A field has the wrong type.
 
     See also: [the guide to AdaScale](../guides/adascale.md).
     """

@@ -45,7 +45,7 @@ def checkpoint_wrapper(
     context_fn: ContextFunction | None = None,
     determinism_check: Literal["default", "none"] = "default",
 ) -> M:
-    """Makes a module keep its inputs alone, and compute the rest again in the backward pass.
+    """Makes a module keep only its inputs, and recompute its activations in the backward pass.
 
     The module stays the same object, with its class, its parameters' names and its hooks. Loss, gradients, buffers and
     random numbers are the same as with the plain module, to the bit.
@@ -81,8 +81,8 @@ def checkpoint_wrapper(
 
     Raises:
         TypeError: `module` is not a module, or is a list of modules, which is never called.
-        ValueError: It is checkpointed with other settings already; an operator has no such name; `offload_to` is no
-            target; `min_bytes` is negative; `determinism_check` is another word.
+        ValueError: It is checkpointed with other settings already; an operator has no such name; `offload_to` is not a
+            target; `min_bytes` is negative; `determinism_check` is an unknown word.
         NotADirectoryError: The folder does not exist.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).
@@ -119,7 +119,7 @@ def apply_checkpointing(
 
     Args:
         module: Changed in place.
-        how: "keep" makes it plain again; "recompute" keeps its inputs alone; "offload" keeps all, elsewhere;
+        how: "keep" makes it plain again; "recompute" keeps only its inputs; "offload" keeps all, elsewhere;
             "selective", operators, or a policy of operators, recompute all other results: see `keep` of
             `checkpoint_wrapper`.
         offload_to: "host" or the path of a folder, for "offload" and `offload_inputs`.
@@ -130,7 +130,7 @@ def apply_checkpointing(
         `module` itself.
 
     Raises:
-        TypeError, ValueError, NotADirectoryError: As `checkpoint_wrapper` does, or `how` is another word.
+        TypeError, ValueError, NotADirectoryError: As `checkpoint_wrapper` does, or `how` is an unknown word.
 
     Examples:
         >>> import torch

@@ -144,7 +144,7 @@ class DivergenceError(ContractError):
 
 
 class StepError(ScaleDistributedError):
-    """Another rank failed in this step, so all ranks gave it up; a rank that failed itself raises its own error.
+    """A different rank failed in this step, so all ranks aborted it; the failed rank raises its own error.
 
     Parameters and the optimizer's state are as they were before the step, and training can go on with the next batch.
     For gradients accumulated before it, see the guide of the technique.

@@ -53,11 +53,11 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
 
     Args:
         batches: This rank's batches; one at least.
-        process_group: The ranks, each with batches of its own; the default group if None. Ranks that share a batch, as
+        process_group: The ranks, each with its own batches; the default group if None. Ranks that share a batch, as
             in a pipeline or in tensor parallel layers, are not joined with each other.
         samples: How many samples a batch has. With it a rank counts by its samples, as where the last batch of some
             rank is a smaller one and each loss is a mean over a batch; without it all batches count equally.
-        limit_seconds: The longest wait for another rank; None is the group's own limit.
+        limit_seconds: The longest wait for a rank; None is the group's own limit.
 
     Attributes:
         active: Whether this rank's last batch counts.

@@ -42,8 +42,8 @@ class ShardedEMA:
     Args:
         model: The model, sharded already.
         decay: In [0, 1]: how much of the average stays at each update. The attribute may be changed.
-        average_buffers: Average the buffers, too. Otherwise their values at the last update are kept with the
-            average, as the statistics of batch norms should be.
+        average_buffers: Also average the buffers. Otherwise their values at the last update are kept with the average,
+            as the statistics of batch norms should be.
         dtype: Of the averages of floating-point tensors; None is the dtype of each tensor. Averages of half-precision
             parameters need a wider one: (1 - decay) of a step is less than their last digit.
         device: Of the averages; None is the device of the shards.

@@ -57,7 +57,7 @@ class ShardOptions:
             near the losses of plain PyTorch, but not equal to them.
 
     Raises:
-        TypeError: A field is of another type.
+        TypeError: A field has the wrong type.
         ValueError: A device that torch does not know, or an interval below zero.
 
     See also: [the guide to FSDP](../guides/fsdp.md).

@@ -137,7 +137,7 @@ class Balance:
 
 @checked_arguments
 class MoE(nn.Module):
-    """A mixture of experts that the ranks of a group divide; each rank has tokens of its own.
+    """A mixture of experts that the ranks of a group divide; each rank has its own tokens.
 
     Outputs and gradients are the same as on one process with all experts and the tokens of all ranks. Gradients follow
     the rule of data parallel training: the average over ranks is the gradient of one process whose loss is the average.

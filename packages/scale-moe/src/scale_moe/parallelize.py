@@ -44,7 +44,7 @@ _logger = logging.getLogger(__name__)
 
 @checked_arguments
 def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn.Module:
-    """Divides the experts of a model between ranks, in place; each rank has tokens of its own.
+    """Divides the experts of a model between ranks, in place; each rank has its own tokens.
 
     It finds modules by their structure: with an attribute `num_experts`, parameters whose first dimension is that, and
     a forward of hidden states [T, dim], indices of experts [T, k] and weights [T, k], as all mixtures of transformers 5

@@ -33,7 +33,7 @@ def split_by(
     process_group: GroupLike = None,
     options: OSSOptions | None = None,
 ) -> SplitOptimizer:
-    r"""Gives the hidden matrices of a model to one optimizer and all its other parameters to another.
+    r"""Gives the hidden matrices of a model to one optimizer and all other parameters to a second one.
 
     A hidden matrix has two dimensions, has elements, and is not an embedding: no parameter of an `nn.Embedding` or
     `nn.EmbeddingBag`, nor one that is tied to such, as a head often is. Name an untied head in `other_names`.

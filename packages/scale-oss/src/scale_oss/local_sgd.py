@@ -57,9 +57,8 @@ class LocalSGD:
     1910.00643, algorithm 1) divides by lr, and DiLoCo (arXiv 2311.08105, algorithm 1) has Nesterov's momentum: `slowmo`
     and `diloco` make these.
 
-    Each rank keeps x and u of its shard alone, 1/W of them, in fp32 for parameters of half precision. An
-    outer step sends 2 (W-1)/W of the parameters' bytes from each rank, as DistributedDataParallel does in every
-    step.
+    Each rank keeps x and u of its shard only, 1/W of them, in fp32 for parameters of half precision. An outer step
+    sends 2 (W-1)/W of the parameters' bytes from each rank, as DistributedDataParallel does in every step.
 
     Args:
         model: The module, with its parameters on their device. Its values on the first rank are sent to all.

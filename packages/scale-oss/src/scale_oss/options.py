@@ -32,13 +32,13 @@ class OSSOptions:
             are right. Not for shards.
         bucket_numel: Elements that are sent together; of shards that are put together for the step, elements that each
             rank gets at a time.
-        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        limit_seconds: The longest wait for a rank; None is the group's own limit, at most ten minutes.
         check_replicas_every: After how many steps all ranks compare that they hold equal parameters, beginning with the
             first; 0 is never. None is 100, or the value of `SCALE_CHECK_REPLICAS_EVERY`. With `ShardedDataParallel` all
             parameters of its module are compared. A difference is a `DivergenceError`, before the step.
 
     Raises:
-        TypeError: A field is of another type.
+        TypeError: A field has the wrong type.
         ValueError: An interval below zero.
 
     See also: [the guide to OSS](../guides/oss.md).
@@ -74,7 +74,7 @@ class OuterStep:
             schedule changes that.
 
     Raises:
-        TypeError: A field is of another type.
+        TypeError: A field has the wrong type.
         ValueError: A number out of its range.
 
     See also: [the guide to local SGD](../guides/slow-networks.md#local-sgd-slowmo-and-diloco).
@@ -107,10 +107,10 @@ class LocalSGDOptions:
             begins again ("reset"), or is averaged where it has the parameter's shape ("average").
         broadcast_buffers: Give all ranks the first one's buffers in each outer step, as DistributedDataParallel does.
         bucket_numel: How many elements are sent together; a rank needs memory for this number in an outer step.
-        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        limit_seconds: The longest wait for a rank; None is the group's own limit, at most ten minutes.
 
     Raises:
-        TypeError: A field is of another type.
+        TypeError: A field has the wrong type.
         ValueError: A number or a word that makes no sense.
 
     See also: [the guide to local SGD](../guides/slow-networks.md#local-sgd-slowmo-and-diloco).

@@ -74,12 +74,12 @@ class OSS(OSSStep):
             parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
             attribute. Pieces of shards are sent as they are.
         options: How the optimizer is divided between ranks: see `OSSOptions`.
-        **defaults: Arguments of `optim`; the `defaults` of one that was built will do, too.
+        **defaults: Arguments of `optim`, or the `defaults` of an optimizer that was built.
 
     Attributes:
         optim: The optimizer of this rank's shard; its parameters are pieces of the user's.
         group: The ranks.
-        shard_group: The same, for classes derived from this one whose `group` is another object.
+        shard_group: The same ranks, for derived classes with a different object as `group`.
         waits_in_step: Whether `step` waits until the parameters are up to date. Otherwise each one waits at its use.
 
     Raises:
@@ -294,7 +294,9 @@ class OSS(OSSStep):
     # Parameter groups.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as of layers that begin to train; all ranks together. A refused group is not added.
+        """Adds a group, for example of layers that begin to train; all ranks together.
+
+        If it raises, the group is not added.
 
         Raises:
             ValueError: A parameter is in a group already, or can't be sharded; a `ContractError`: ranks differ.

@@ -144,8 +144,8 @@ class ShardedDataParallel(nn.Module):
 
     Args:
         module: The model; all its parameters that train must be in one of the optimizers.
-        sharded_optimizer: The `OSS`, or several of them on disjoint parameters; a wrapper that has one as its
-            `optimizer`, as AdaScale, will do, too.
+        sharded_optimizer: The `OSS`, or several of them on disjoint parameters. You may pass a wrapper that has one as
+            its `optimizer`, for example AdaScale.
         process_group: The ranks; the optimizers' own if None, and no other.
         broadcast_buffers: All ranks take rank 0's buffers before each forward pass.
         sync_module_states: All ranks take rank 0's parameters and buffers now.
@@ -154,7 +154,7 @@ class ShardedDataParallel(nn.Module):
             use. Off, `step` waits.
 
     Raises:
-        TypeError: An optimizer is no `OSS`.
+        TypeError: An optimizer is not an `OSS`.
         ValueError: A parameter that trains is in none of them, or in two; the groups differ; a
             `torch.jit.ScriptModule` is in the module while `overlap_gather` is on.
 

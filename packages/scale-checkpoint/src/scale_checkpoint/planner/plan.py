@@ -43,7 +43,7 @@ class MemoryPlan:
     """The strategy for the activations of each block; `print` shows it.
 
     Attributes:
-        strategies: By the block's qualified name: "keep", "recompute" or another strategy of the profile.
+        strategies: By the block's qualified name: "keep", "recompute" or a different strategy of the profile.
         profile: The costs of the blocks.
         budget_bytes: The budget of the plan; None where it was made by hand.
 

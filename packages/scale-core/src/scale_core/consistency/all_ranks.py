@@ -51,7 +51,7 @@ class CollectiveCall:
     group: Group  # The ranks that take part
     doing: str  # Their action, for the error: "saving runs/1/step-00000012"; the same on all of them
     error: type[Exception]  # The type of the error that all of them raise if one fails
-    limit_seconds: float | None = None  # The longest wait for another rank; None: see `limit_of`
+    limit_seconds: float | None = None  # The longest wait for a rank; None: see `limit_of`
     on_lost: Callable[[], object] | None = None  # Called if a rank is lost, before the error
 
     def __post_init__(self) -> None:

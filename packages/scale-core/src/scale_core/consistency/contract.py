@@ -168,7 +168,7 @@ class Contract:
 
     Args:
         group: The ranks.
-        limit_seconds: The longest wait for another rank; None is the value of `SCALE_LIMIT_SECONDS`, or the
+        limit_seconds: The longest wait for a rank; None is the value of `SCALE_LIMIT_SECONDS`, or the
             group's own limit, at most ten minutes.
         abort_message: Says that a step was aborted, given each rank's exception, by rank; "" where it has not.
         of: A name that is the same on all ranks and no other contract's, by which ranks at two contracts differ.

@@ -70,7 +70,7 @@ def check_replicas(
         buffers: Compare the model's buffers, too, but for running statistics (of batch and instance norms), which each
             rank has of its own batches.
         step: The step, for the error.
-        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        limit_seconds: The longest wait for a rank; None is the group's own limit, at most ten minutes.
 
     Raises:
         DivergenceError: On all ranks: some differ. It names the parameters and the ranks.

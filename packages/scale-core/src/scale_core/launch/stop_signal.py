@@ -67,7 +67,7 @@ class StopSignal:
 
         Args:
             process_group: The ranks; the default group if None.
-            limit_seconds: The longest wait for another rank; None is the group's own limit.
+            limit_seconds: The longest wait for a rank; None is the group's own limit.
 
         Raises:
             TransferError: A rank did not come.

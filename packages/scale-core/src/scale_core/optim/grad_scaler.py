@@ -30,7 +30,7 @@ from scale_core.shard import on_local_tensors, shard_of
 
 
 class ShardedGradScaler(GradScaler):
-    """torch's `GradScaler` for gradients that no rank holds alone: if one rank finds inf or NaN, all skip the step.
+    """torch's `GradScaler` for sharded gradients: if one rank finds inf or NaN, all ranks skip the step.
 
     It is used as torch's is. Gradients may be fp16, bf16, fp32 or fp64, on any device; a rank may own empty shards, or
     no parameter with a gradient at all. In a world of one it needs no torch.distributed. All ranks of the group call

@@ -39,7 +39,7 @@ class Misfit:
 
 
 class StateMismatch(ScaleError, ValueError):
-    """A saved state belongs to another model or optimizer; the message lists the differences.
+    """A saved state belongs to a different model or optimizer; the message lists the differences.
 
     Attributes:
         differences: The differences by key, if known.

@@ -183,7 +183,7 @@ def reshard_to(
         ema: The model's average.
         reshard_after_forward: As for `fully_shard`; None as before.
         union_process_group: A group that holds all old and all new ranks; None is the default group.
-        limit_seconds: The longest wait for another rank; None is that group's own limit.
+        limit_seconds: The longest wait for a rank; None is that group's own limit.
 
     Raises:
         RuntimeError: On all ranks, before anything is changed: the model is in use on one, or has state that can't be

@@ -21,13 +21,13 @@ class PipelineOptions:
         stages_per_rank: For schedules that run with any number.
         deferred_batch_norm: Batch norms update their running statistics once per step, with the full batch.
         memory_cap: For the schedule "solve", the most live micro-batches on a rank, in model equivalents.
-        limit_seconds: The longest wait for another rank; None is the group's own limit, at most ten minutes.
+        limit_seconds: The longest wait for a rank; None is the group's own limit, at most ten minutes.
         check_replicas_every: After how many steps the copies of parameters that several ranks hold, for example tied
             embeddings, are compared, beginning with the first; 0 is never. None is 100, or the value of
             `SCALE_CHECK_REPLICAS_EVERY`. A difference is a `DivergenceError`.
 
     Raises:
-        TypeError: A field is of another type.
+        TypeError: A field has the wrong type.
         ValueError: An interval below zero.
 
     See also: [the guide to pipelines](../guides/pipe.md).

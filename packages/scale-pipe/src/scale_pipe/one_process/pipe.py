@@ -108,7 +108,7 @@ class Pipe(nn.Module):
         devices: A list with the device of each partition; one may be given several times. None is all accelerators, or
             the CPU where there is none.
         chunks: Micro-batches in a mini-batch; fewer where it has fewer samples.
-        checkpoint: Which micro-batches keep the partitions' inputs alone and are recomputed in the backward pass:
+        checkpoint: Micro-batches that keep only the partitions' inputs, and are recomputed in the backward pass:
             "always", "except_last" (the last one goes back at once, so nothing would be gained), or "never". None of
             them is in eval mode.
         deferred_batch_norm: Update the running statistics of batch norms once per mini-batch, not per micro-batch.

@@ -65,7 +65,7 @@ def balance_by_time(
         The number of layers of each partition, as `Pipe` and `DistributedPipe` take it, the same on all ranks.
 
     Raises:
-        TypeError: The module is no `nn.Sequential`, or has a forward of its own; partitions is not an integer.
+        TypeError: The module is not an `nn.Sequential`, or has a custom forward; or `partitions` is not an integer.
         ValueError: There are fewer layers than partitions, or none; a layer is in the module twice.
 
     See also: [the guide to pipelines](../guides/pipe.md).

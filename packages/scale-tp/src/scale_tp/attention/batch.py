@@ -30,7 +30,7 @@ def num_tokens_per_rank(targets: Tensor, process_group: GroupLike = None, *, ign
     Args:
         targets: [batch, positions held], this rank's shard.
         process_group: The ranks whose gradients are averaged. None is the data and the context axis of
-            `initialize_model_parallel` together, or this process alone.
+            `initialize_model_parallel` together, or only this process.
         ignore_index: Of targets that do not count.
 
     Returns:

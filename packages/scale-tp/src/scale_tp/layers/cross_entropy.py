@@ -55,10 +55,10 @@ def vocab_parallel_cross_entropy(
         ignore_index: Where the target is this, the loss is 0, and `"mean"` does not count it.
         label_smoothing: From 0 to 1, as in `torch.nn.functional.cross_entropy`.
         reduction: "none" gives a loss for each target, "sum" adds them, "mean" divides by those that count.
-        z_loss: Adds so many times log(sum of exp(logits))^2, which keeps logits from drifting away.
+        z_loss: Factor of log(sum of exp(logits))^2, which is added to keep logits from drifting away.
         vocabulary_size: How many words all ranks have, divided as evenly as can be. None asks the other ranks how many
             they have, in one small message more, and refuses logits that are the same on all ranks.
-        process_group: The ranks; None is the model axis of `initialize_model_parallel`, or this process alone.
+        process_group: The ranks; None is the model axis of `initialize_model_parallel`, or only this process.
 
     Returns:
         [...], or a scalar; fp32, or fp64 where the logits are.

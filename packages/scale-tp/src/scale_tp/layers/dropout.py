@@ -26,7 +26,7 @@ class ParallelDropout(nn.Dropout):
         inplace: Write to the input.
         dim: The dimension that is divided: by default the sequence in [batch, sequence, features].
         split: How it is divided; None is as the sequence was, by a region or a layer.
-        process_group: The ranks; None is the model axis, or this process alone.
+        process_group: The ranks; None is the model axis, or only this process.
 
     Examples:
         >>> import torch

@@ -107,7 +107,7 @@ class ColumnParallelLinear(_ParallelLinear):
         stride: The number of equal matrices stacked in this one, each divided by itself.
         keep_master_weight_for_test: Keep the full weight, as it began, in `master_weight`.
         process_group: The ranks that divide the layer: a `ProcessGroup` or a `DeviceMesh` axis; None is the model axis
-            of `initialize_model_parallel`, or this process alone.
+            of `initialize_model_parallel`, or only this process.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
         options: Sequences and features that are divided, and overlap: see `LayerOptions`.

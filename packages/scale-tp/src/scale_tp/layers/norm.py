@@ -26,7 +26,7 @@ class ParallelLayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape: As in `torch.nn.LayerNorm`, like all arguments but the last.
-        process_group: The ranks that divide the sequence; None is the model axis, or this process alone.
+        process_group: The ranks that divide the sequence; None is the model axis, or only this process.
 
     Examples:
         >>> import torch
@@ -59,7 +59,7 @@ class ParallelRMSNorm(nn.RMSNorm):
 
     Args:
         normalized_shape: As in `torch.nn.RMSNorm`, like all arguments but the last.
-        process_group: The ranks that divide the sequence; None is the model axis, or this process alone.
+        process_group: The ranks that divide the sequence; None is the model axis, or only this process.
 
     Examples:
         >>> import torch
@@ -94,7 +94,7 @@ def register_grad_all_reduce(module: nn.Module, process_group: GroupLike = None)
 
     Args:
         module: For example a norm; the values of its parameters are the same on all ranks.
-        process_group: The ranks that divide its input; None is the model axis, or this process alone.
+        process_group: The ranks that divide its input; None is the model axis, or only this process.
 
     Returns:
         The module.

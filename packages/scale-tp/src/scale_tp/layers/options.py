@@ -33,7 +33,7 @@ class LayerOptions:
             `overlap_pieces`, which say how it is brought there.
 
     Raises:
-        TypeError: A field is of another type.
+        TypeError: A field has the wrong type.
         ValueError: Fields that contradict each other, or a number of pieces below 1.
 
     See also: [the guide to tensor parallelism](../guides/tensor-parallel.md).
