@@ -398,7 +398,7 @@ class AdaScale(Optimizer):
         self._statistics.register_hooks()
 
     def unhook(self) -> None:
-        """Stops to measure until `hook`, and drops kept gradients; steps go on with the last gain.
+        """Stops measuring until `hook`, and drops kept gradients. Steps continue with the last gain.
 
         Raises:
             RuntimeError: A step of a pipeline is under way, whose ranks would wait for the measurements of this one.
@@ -431,7 +431,7 @@ class AdaScale(Optimizer):
 
         Raises:
             RuntimeError: More backward passes are to come before the next step.
-            ValueError: It has other parameter groups, or averages in another form; nothing was loaded.
+            ValueError: It has different parameter groups, or averages in a different form. Nothing was loaded.
         """
         self._check_between_steps("load_state_dict", "Don't load checkpoint in backward")
         remainder, averages = without_fairscale(state_dict, len(self.param_groups))

@@ -64,8 +64,8 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
 
     Raises:
         ValueError: A rank has no batch at all, or one of 0 samples; on every rank, when the first batch is asked for.
-        RuntimeError: Another rank has failed to get its next batch.
-        TransferError: Another rank left the loop.
+        RuntimeError: A rank has failed to get its next batch.
+        TransferError: A rank left the loop.
 
     See also: [the guide to debugging](../guides/debugging.md).
     """

@@ -340,8 +340,8 @@ class FSDPModule(ConversionMethods):
             Missing and unexpected names, as `nn.Module.load_state_dict` does.
 
         Raises:
-            ValueError: The state belongs to another rank, another number of ranks or another wrapping, or a tensor
-                has another shape; nothing has been loaded then.
+            ValueError: The state belongs to a different rank, number of ranks or wrapping, or a tensor has a different
+                shape. Nothing was loaded.
             RuntimeError: The parameters are in use.
         """
         return load_local_state_dict(self, super().state_dict, super().load_state_dict, state_dict, strict)

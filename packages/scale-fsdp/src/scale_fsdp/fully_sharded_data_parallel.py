@@ -263,7 +263,7 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def mixed_precision(self) -> bool:
-        """Whether the module computes in another dtype than its parameters are trained in."""
+        """Whether the module computes in a different dtype than its parameters are trained in."""
         return self._options.precision.param_dtype is not None
 
     # FSDPModule's, which nn.Module has too or subclasses call by super().

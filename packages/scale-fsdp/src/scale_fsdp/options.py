@@ -44,8 +44,8 @@ class ShardOptions:
             their values. If `fully_shard` is called under `torch.device("meta")`, None is False.
         sync_module_states: Begin with rank 0's parameters and buffers on all ranks. Where it is off, all ranks must
             have built equal ones.
-        limit_seconds: The longest that a rank waits for another one before all of them raise. None is the process
-            group's own time limit, at most ten minutes. The outermost unit's counts.
+        limit_seconds: The longest wait for a rank, before all ranks raise. None is the process group's own time limit,
+            at most ten minutes. The outermost unit's counts.
         error_if_nonfinite: Abort a training step, on all ranks, in which an output of a unit or a local gradient is
             infinite or NaN on one of them; the error there, a FloatingPointError, names rank, unit and parameter. It
             costs one more read of all of these, and two waits for the device per step. Not together with a gradient

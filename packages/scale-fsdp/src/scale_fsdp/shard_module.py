@@ -124,7 +124,7 @@ def fully_shard(
         ignored_params: Parameters that stay unsharded on each rank; their gradients are not averaged.
         shard_placement_fn: FSDP2's choice of the dimension that a parameter is cut along, `Shard(dim)` or None. It has
             no effect, and warns: the unit's one buffer is cut between rows or elements. No result depends on it.
-        dp_mesh_dims: None alone, FSDP2's default; `mesh` has the dimensions of data parallelism and no others.
+        dp_mesh_dims: Only None, FSDP2's default; `mesh` has the dimensions of data parallelism and no others.
         options: A `ShardOptions` with what torch has no argument for; None is its defaults.
 
     Raises:

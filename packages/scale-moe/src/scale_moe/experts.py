@@ -150,7 +150,7 @@ class Experts(ShardedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws the values of all experts, one after another, and keeps the values of this rank's experts."""
+        """Draws the values of all experts, one expert at a time, and keeps the values of this rank's experts."""
         for name, sharding in self.shardings.items():
             param, shape, rank = local_tensor(self.get_parameter(name)), sharding.shape, self.group.rank
             if param.is_meta:

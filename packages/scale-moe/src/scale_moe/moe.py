@@ -55,8 +55,8 @@ class TokenChoice:
         scaling_factor: What the weights are multiplied by at the end.
         num_groups: See `top_k_routing`.
         top_groups: See `top_k_routing`.
-        capacity_factor: Each expert takes at most ceil(factor * T * k / E) choices, and further ones are dropped; None
-            is no limit. T counts the tokens of all ranks of `batch_process_group`.
+        capacity_factor: Each expert takes at most ceil(factor * T * k / E) choices, and further ones are dropped. None
+            means no limit. T counts the tokens of all ranks of `batch_process_group`.
         drop_order: Which are dropped; see `with_capacity`.
         normalize_kept: Divide a token's weights by the sum of those that are not dropped, as GShard does.
         jitter: Multiply what the router sees by numbers from 1 - jitter to 1 + jitter, in training.
@@ -112,8 +112,8 @@ class Balance:
     """What keeps experts in balance; all of it is off at first.
 
     Attributes:
-        aux_loss_coef: What the load balancing loss is multiplied by, such as 0.01.
-        z_loss_coef: What the router's z-loss is multiplied by, such as 0.001.
+        aux_loss_coef: Factor of the load balancing loss, for example 0.01.
+        z_loss_coef: Factor of the router's z-loss, for example 0.001.
         attached: The layer adds the gradients of its losses to the backward pass by itself, times its attribute
             `aux_loss_scale`: what your loss is multiplied by where that is not 1, as 1 / the number of micro-batches,
             or the factor of a gradient scaler. With False add `coef * layer.aux_loss` to your loss.

@@ -25,8 +25,8 @@ def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Ten
     """Returns the state dict of the plain model, with full tensors; all ranks that divide the model call it together.
 
     It is `model.state_dict()` with tensors of its own, also of parameters that are not divided, and on the host if you
-    ask for it. One tensor after another is gathered, on the device where its shards are. Tensors that are not divided
-    are copied.
+    ask for it. It gathers one tensor at a time, on the device where its shards are. Tensors that are not divided are
+    copied.
 
     Args:
         model: A model that holds divided modules, wherever; or none.

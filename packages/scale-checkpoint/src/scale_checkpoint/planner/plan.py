@@ -158,8 +158,8 @@ def plan_memory(
 
     Raises:
         BudgetError: No plan fits; names the smallest budget that one fits.
-        ValueError: No blocks are found, a name is not in the model, the profile is of another model, or the step has
-            no gradient.
+        ValueError: No blocks are found, a name is not in the model, the profile is of a different model, or the step
+            has no gradient.
 
     Examples:
         >>> import torch

@@ -54,11 +54,11 @@ def check_recomputation(model: nn.Module, values: bool = False) -> Iterator[None
 
     Args:
         model: Gives the modules their names.
-        values: Compare values as well, by a checksum of each result, and not shapes and dtypes alone.
+        values: Also compare values, by a checksum of each result, not only shapes and dtypes.
 
     Raises:
         RecomputationError: From the backward pass: names the module, the operator and the tensor that differ first.
-        RuntimeError: Inside of another `check_recomputation`.
+        RuntimeError: It is nested in a `check_recomputation`.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).
     """

@@ -67,8 +67,8 @@ def check_replicas(
         model: The model, between two steps; or pairs of a name and a tensor, any shape and dtype, where only some of
             its parameters are the same on all ranks. Meta tensors and DTensors are left out.
         process_group: The ranks; None is the default group.
-        buffers: Compare the model's buffers, too, but for running statistics (of batch and instance norms), which each
-            rank has of its own batches.
+        buffers: Also compare the model's buffers, except running statistics of batch and instance norms, because each
+            rank has those of its batches.
         step: The step, for the error.
         limit_seconds: The longest wait for a rank; None is the group's own limit, at most ten minutes.
 

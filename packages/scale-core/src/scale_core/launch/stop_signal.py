@@ -19,7 +19,7 @@ class StopSignal:
     """Inside, Ctrl-C (SIGINT) and a request to end (SIGTERM, as schedulers send before they take a machine) are noted.
 
     A second Ctrl-C, a second or more later, interrupts at once; any number of SIGTERMs are one. Outside of the main
-    thread nothing is caught, because Python handles signals there alone.
+    thread nothing is caught, because Python handles signals only there.
 
         >>> from scale_core.launch import StopSignal
         >>> with StopSignal() as stop:
@@ -30,9 +30,9 @@ class StopSignal:
         ...             raise SystemExit(stop.exit_code)  # 143 after SIGTERM, 130 after Ctrl-C
 
     Args:
-        keep_after: The class of errors after which signals stay caught. Use it for errors that end the program, such
-            as ScaleDistributedError: if the launcher ends this rank because another has failed, it then does not cut
-            off the message.
+        keep_after: The class of errors after which signals stay caught. Use it for errors that end the program, for
+            example ScaleDistributedError: if the launcher ends this rank because another has failed, it then does not
+            cut off the message.
 
     Attributes:
         received: The number of the signal that this rank received; 0 if none.

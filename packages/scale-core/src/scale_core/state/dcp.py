@@ -38,7 +38,7 @@ def dcp_target(
         key: The key of the state in the saved dict; "" where it was saved alone.
 
     Raises:
-        StateMismatch: The saved state belongs to another model or optimizer; nothing has been read into them then.
+        StateMismatch: The saved state belongs to a different model or optimizer. Nothing was read into them.
 
     Examples:
         >>> import tempfile, warnings

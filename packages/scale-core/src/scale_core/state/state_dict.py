@@ -169,7 +169,7 @@ def load_sharded_state_dict(
         state: As `sharded_state_dict` returns it.
         model: The built model.
         optimizer: Its optimizer, or several; with None the optimizer state is left out.
-        copy: Whether the optimizer gets tensors of its own; False hands it the tensors of `state`.
+        copy: Whether the optimizer gets copies; False hands it the tensors of `state`.
         strict: False loads matching values, leaves the rest unchanged, and warns with a list of mismatches.
 
     Raises:

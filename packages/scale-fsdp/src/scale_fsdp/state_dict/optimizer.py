@@ -160,7 +160,7 @@ def shard_optim_state_dict(
             which they were saved (the order of `model.parameters()`, where those are flat).
 
     Raises:
-        ValueError: The state is not by name, or belongs to another model or other groups; or a tensor has another
+        ValueError: The state is not by name, or belongs to a different model or groups; or a tensor has a different
             shape.
         TypeError: It is None, as on ranks that did not receive it.
 

@@ -266,7 +266,7 @@ def fully_shard_modules(
 
     Args:
         module: The model; its classes' names, its qualified names and its methods stay.
-        policy: Which modules become units of their own.
+        policy: Modules that become units.
         progress: Called after each unit with the number of units done, the number of all units, and the unit's name,
             "" for `module` itself.
         kwargs: Arguments of `fully_shard` for every unit, also `options`; a module's `wrapper_config` overrides them.

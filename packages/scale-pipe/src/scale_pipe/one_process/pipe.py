@@ -174,7 +174,7 @@ class Pipe(nn.Module):
             args: Arguments of the first layer: tensors [N, ...], nested in any way, which are cut; everything else, and
                 tensors in a `NoChunk`, goes to each micro-batch. Tensors of different N are cut each by itself, in the
                 same proportions, with a warning. They may be on any device.
-            kwargs: Its keyword arguments, likewise.
+            kwargs: Its keyword arguments, in the same way.
 
         Returns:
             The result of the last layer, [N, ...], on the last device: tensors are concatenated, everything else has to

@@ -111,7 +111,7 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: in
 
 
 def looped_breadth_first(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> Schedule:
-    """All micro-batches through one stage before the next stage of the rank's loop; backwards likewise.
+    """All micro-batches through one stage before the next stage of the rank's loop; backwards in the same way.
 
     Holds all micro-batches; a stage's weights are used in one go, which suits weights that are gathered for their use.
 

@@ -36,7 +36,8 @@ class ParallelAttention(nn.Module):
     Args:
         embed_dim: Size of the input's and the output's last dimension.
         num_heads: Query heads; they need not divide by the ranks.
-        num_key_value_heads: Key-value heads, each shared by equally many query heads; None is as many as heads.
+        num_key_value_heads: Number of key-value heads, each shared by the same number of query heads; None is the
+            number of heads.
         head_dim: Size of one head; None is `embed_dim / num_heads`.
         bias: Whether the projections have biases.
         causal: No position looks at a later one.

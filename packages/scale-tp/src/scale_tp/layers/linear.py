@@ -203,8 +203,8 @@ class RowParallelLinear(_ParallelLinear):
         in_features: Size of the full input's last dimension; it need not divide by the ranks.
         out_features: Size of the output's last dimension.
         bias: Whether there is a bias; every rank has all of it, and it is added once, to the sum.
-        input_is_parallel: Whether the input is this rank's features alone, as of a `ColumnParallelLinear` without
-            `gather_output`. Otherwise it is the same on all ranks, and each takes its shard.
+        input_is_parallel: Whether the input has only this rank's features, for example from a `ColumnParallelLinear`
+            without `gather_output`. Otherwise it is the same on all ranks, and each takes its shard.
         stride: As in `ColumnParallelLinear`, of the input features.
         options: As in `ColumnParallelLinear`.
 
