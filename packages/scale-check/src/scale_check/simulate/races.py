@@ -97,7 +97,9 @@ class RaceError(ScaleError):
     """A simulation has found two accesses of the same memory without an order.
 
     Attributes:
-        race: What it has found.
+        race: The two accesses.
+
+    See also: [the guide to races](../guides/races.md).
     """
 
     def __init__(self, race: Race) -> None:

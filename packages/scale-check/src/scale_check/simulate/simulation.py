@@ -67,7 +67,10 @@ _FLAT_KINDS = {"shard": "parameters", "gathered": "gathered", "gradient": "reduc
 
 
 class UseAfterReleaseError(ScaleError):
-    """An operation was given a tensor whose memory was released by `resize_(0)`."""
+    """An operation was given a tensor whose memory was released by `resize_(0)`.
+
+    See also: [what to do about a UseAfterReleaseError](../guides/troubleshooting.md#useafterreleaseerror).
+    """
 
     # On a device it reads or writes memory of another tensor by then. Gather the buffer before it is used.
 

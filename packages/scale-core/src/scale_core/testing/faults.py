@@ -51,7 +51,10 @@ _ACTIONS = ("kill", "stop", "raise", "delay", "enospc")
 
 
 class InjectedError(RuntimeError):
-    """What `raise_at` raises."""
+    """The error that `raise_at` raises.
+
+    See also: [fault injection](../internals/faults.md).
+    """
 
 
 @dataclass(frozen=True)
