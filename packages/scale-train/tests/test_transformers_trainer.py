@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import os
 from collections.abc import Callable
 from functools import partial
@@ -373,3 +375,10 @@ def refused(folder: str, more: dict[str, Any]) -> None:
 def test_what_does_not_go_with_sharding_is_refused(tmp_path: Path, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refused(str(tmp_path), more)
+
+
+def test_a_transformers_that_saves_on_one_rank_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("scale_train.huggingface.trainer")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.22.0")
+    with pytest.raises(ImportError, match=r"transformers>=5\.23 is required.*found transformers==5\.22\.0(?s:.)*pip"):
+        importlib.reload(module)

@@ -16,10 +16,17 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-unt
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
+from transformers.utils.versions import require_version
 
 import scale_snapshot
 from scale_fsdp import FSDPModule, full_state_dict, fully_shard_modules, no_split_policy
 from scale_oss import OSS, ShardedDataParallel
+
+require_version(
+    "transformers>=5.23",
+    "Before, its Trainer saves weights on rank 0 only, and the other ranks of a sharded model would wait for it until "
+    'their time limit. Write python -m pip install "transformers>=5.23"',
+)
 
 Sharding = Literal["fsdp", "sharded_ddp", "oss"]
 _SNAPSHOTS = "scale"  # the directory inside of a checkpoint's
