@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from scale_check.exact import assert_equal, assert_tensors_equal
 from scale_check.recording import Phase
+from scale_core import compat
 from scale_core.comm.group import GroupLike, group_of
 from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
@@ -105,7 +106,8 @@ def put_mean_grads(
             by_rank = [[_sum([grad.to(param.dtype) for grad in grads if grad is not None])] for grads in by_rank]
         for grads in zip(*by_rank, strict=True):
             if any(grad is not None for grad in grads):
-                wire = precision.reduce_dtype or precision.param_dtype or param.dtype
+                default = None if compat.reduces_in_param_dtype() else precision.param_dtype
+                wire = precision.reduce_dtype or default or param.dtype
                 summands = [torch.zeros_like(param) if g is None else g.to(wire).to(param.dtype) for g in grads]
                 size = world // replicas
                 mean = _mean([_mean(summands[first : first + size]) for first in range(0, world, size)])

@@ -162,7 +162,7 @@ SETTINGS = {
     "compute": ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, {}, "computes in torch.bfloat16"),
     "reduction": (
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)},
         "reduces in torch.float32",
     ),
     "atom": ({"atom": "row"}, {"atom": "element"}, "cut at"),

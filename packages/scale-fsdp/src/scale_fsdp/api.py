@@ -66,7 +66,7 @@ class UnitPrecision:
                 f"{name}: expected param_dtype_override_fn to return None, {self.param_dtype} (param_dtype) or "
                 f"{param.dtype} (the parameter's own dtype), got {compute!r}"
             )
-        own = param.dtype if compat.reduces_in_param_dtype() else None
+        own = param.dtype if compute is not None and compat.reduces_in_param_dtype() else None
         return DtypePolicy(compute, self.reduce_dtype or own)
 
 
