@@ -213,8 +213,11 @@ def half_weights(planned: PlannedModel) -> PlannedModel:
     """The same with weights in half precision, which are not cast."""
 
     def build() -> Built:
-        built = planned.build()
-        return built._replace(model=built.model.bfloat16())
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return planned.build()
+        finally:
+            torch.set_default_dtype(torch.float32)
 
     return replace(planned, build=build, build_over=None)
 
@@ -432,6 +435,13 @@ def measure(row: Row, variant: str = "") -> Result:
     return Result(row.title, row.source, row.seconds, seconds, row.memory, gib, row.reason, variant)
 
 
+def without_load_balance(result: Result, without_attention: Result, context_ranks: int) -> Result:
+    """Each rank has one part of the sequence: the last one attends to all parts, and twice as long as on average."""
+    attention = result.seconds - without_attention.seconds
+    seconds = without_attention.seconds + attention * (2 - 1 / context_ranks)
+    return replace(result, seconds=seconds, variant="contiguous parts, so that the last rank has the most attention")
+
+
 def table_of(results: Sequence[Result]) -> Table:
     heads = ["run", "source", "step, s", "planned", "memory, GiB", "planned", "likely reason"]
     lines = []
@@ -479,6 +489,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, changes in row.variants if options.variants else ():
             variants.append(measure(replace(row, **changes), name))
             print(variants[-1], file=sys.stderr, flush=True)
+        if options.variants and row.strategy.context_ranks > 1:
+            variants.append(without_load_balance(results[-1], variants[-1], row.strategy.context_ranks))
     tables = [table_of(results), *([table_of_variants(results, variants)] if variants else [])]
     for table in tables:
         print(table.markdown())

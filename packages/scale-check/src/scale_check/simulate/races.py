@@ -327,6 +327,7 @@ class RaceChecker:
         outputs = tuple(weakref.ref(tensor) for tensor in tensors_in([args[index] for index in written]))
         transfer = _Transfer(communicator, communicator.now(), is_on_host, work, outputs)
         self._transfers[id(work)] = transfer
+        self._order.restart_polls(work)
         if _python_caller().endswith(_WAIT_IN_CPP):
             self._wait(transfer)
         if len(self._transfers) > _MOST_TRANSFERS:
