@@ -112,6 +112,8 @@ def test_gradients_that_are_all_multiplied_are_said_to_be() -> None:
     assert "All gradients of this step are 2 times those of one process." in str(report(2, 1, 2))
     assert report(2, 1, 2).to_json()["gradient_factor"] == 2
     assert report(2, 1, 1).gradient_factor is None and report(2, 1, 3).gradient_factor is None
+    assert report(1 + 1e-6, 1, 1 + 1e-6).first is not None and report(1 + 1e-6, 1, 1 + 1e-6).gradient_factor is None
+    assert "are 1.002 times" in str(report(1.002, 1, 1.002)) and report(1.002, 1, 1.0021).gradient_factor is None
 
 
 def test_the_rank_whose_part_is_wrong_is_named() -> None:
@@ -149,3 +151,9 @@ def test_ranks_with_the_same_samples_are_named_unless_the_model_is_divided() -> 
     assert verdict(outputs(rows, equal_rows), outputs(rows, equal_rows)) is not ParityVerdict.BUG
     sharded = outputs(rows, rows, has_sharded_outputs=True)
     assert verdict(sharded, sharded) is not ParityVerdict.BUG
+    assert verdict(outputs(rows, rows)) is not ParityVerdict.BUG  # One rank.
+    # Each rank has a part of a weight, and the module adds up what they compute.
+    divided = [outputs(rows, rows) for _ in range(2)]
+    for number, recording in enumerate(divided):
+        recording.tensors[Key(1, Phase.WEIGHT, "weight")] = rows[number : number + 1]
+    assert verdict(*divided) is not ParityVerdict.BUG

@@ -120,3 +120,5 @@ def test_samples_are_equal_if_all_ranks_have_had_the_same() -> None:
     assert Samples.are_equal([ranks[0], ranks[0]])
     assert Samples.are_equal([samples_of(tokenized([5], length=1)) for _ in range(2)])
     assert not Samples.are_equal([samples_of({"x": torch.ones(2)}), samples_of({"y": torch.ones(2)})])
+    for sparse in (torch.eye(2).to_sparse(), torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)):
+        assert not Samples.are_equal([samples_of(sparse), samples_of(sparse)])  # torch.equal takes none of them.

@@ -140,7 +140,7 @@ class Report:
         before = f" The last tensor before it that is right: {self.equal_before}." if self.equal_before else ""
         also = f" {self.also} {'other differs' if self.also == 1 else 'others differ'}, too." if self.also else ""
         factor = self.gradient_factor
-        all_gradients = f" All gradients of this step are {factor:.3g} times those of one process." if factor else ""
+        all_gradients = f" All gradients of this step are {factor:.4g} times those of one process." if factor else ""
         return f"{self.first}.{all_gradients}{before}{also}"
 
     def to_json(self) -> dict[str, Any]:
@@ -214,7 +214,10 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
 
 
 def _gradient_factor(plain: Recording, ranks: Sequence[Recording], key: Key) -> float | None:
-    """How many times too large all gradients of a step are on all ranks: the reduction sums, or divides twice."""
+    """How many times too large all gradients of a step are on all ranks: the reduction sums, or divides twice.
+
+    None for a factor of about 1: then something else is wrong.
+    """
     factors = []
     for other in plain.keys_of(key.phase):
         if other.step != key.step:
@@ -226,10 +229,11 @@ def _gradient_factor(plain: Recording, ranks: Sequence[Recording], key: Key) -> 
             if not expected.any() and not actual.any():
                 continue
             factor = float(expected @ actual / (expected @ expected))
-            if not bool((actual - factor * expected).abs().max() <= _EQUAL_FACTORS * expected.abs().max()):
+            error = (actual - factor * expected).abs().max() / expected.abs().max()
+            if abs(factor - 1) <= _EQUAL_FACTORS or not bool(error <= _EQUAL_FACTORS * min(1.0, abs(factor - 1))):
                 return None
             factors.append(factor)
-    if not factors or max(factors) - min(factors) > _EQUAL_FACTORS * abs(factors[0]):
+    if not factors or max(factors) - min(factors) > _EQUAL_FACTORS * min(abs(factors[0]), abs(factors[0] - 1)):
         return None
     return factors[0]
 
@@ -238,12 +242,17 @@ def with_samples_compared(report: Report, ranks: Sequence[Recording]) -> Report:
     """The report of a right program, or that all its ranks train on the same samples.
 
     Then each rank computes what one process does with these samples, so no tensor differs. If the ranks divide the
-    model, each module has an output that depends on the rank, or a sharded one.
+    model, a weight or an output depends on the rank, or is sharded.
     """
-    outputs = [{key: recording.tensors[key] for key in recording.keys_of(Phase.OUTPUT)} for recording in ranks]
-    if any(recording.has_sharded_outputs for recording in ranks) or not _has_different_rows(outputs[0]):
+    outputs, weights = (
+        [{key: recording.tensors[key] for key in recording.keys_of(phase)} for recording in ranks]
+        for phase in (Phase.OUTPUT, Phase.WEIGHT)
+    )
+    if len(ranks) == 1 or any(recording.has_sharded_outputs for recording in ranks):
         return report
-    if any(not _are_identical(outputs[0], other) for other in outputs[1:]):
+    if not _has_different_rows(outputs[0]):
+        return report
+    if any(not _are_identical(of_ranks[0], other) for of_ranks in (outputs, weights) for other in of_ranks[1:]):
         return report
     why = (
         "each computes what all others do. If the model is the same on all ranks, give each rank samples of its own: "

@@ -256,7 +256,8 @@ def _are_equal(value: Any, other: Any) -> bool:
     if type(value) is not type(other):
         return False
     if isinstance(value, Tensor):
-        return value.dtype is other.dtype and torch.equal(value, other)
+        is_strided = all(each.layout is torch.strided and not each.is_nested for each in (value, other))
+        return is_strided and value.dtype is other.dtype and torch.equal(value, other)
     if isinstance(value, Mapping):
         return value.keys() == other.keys() and all(_are_equal(value[key], other[key]) for key in value)
     if isinstance(value, tuple | list):
