@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from scale_check import ParityVerdict, Report, parity
+from scale_check.noise import full_precision
 
 
 def step_with_a_loss_module(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
@@ -51,7 +52,8 @@ def autocast_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> torc
 
 
 def fsdp2_in_bfloat16(model: nn.Module) -> nn.Module:
-    return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32)
+    return fully_shard(model, mp_policy=policy)
 
 
 MICRO_BATCHES = list(zip(batches(6), batches(6)[::-1], strict=True))
@@ -113,6 +115,15 @@ def test_one_rank_is_equal_to_the_bit() -> None:
     report = parity(mlp, ranks=1, batches=batches(6), optimizer=adamw)
     assert report.verdict is ParityVerdict.EQUAL and report.largest_ratio == 0
     assert str(report) == f"{report.num_compared} tensors are equal to the bit"
+
+
+def test_policies_have_no_dtypes_in_full_precision() -> None:
+    names = [each.name for each in fields(MixedPrecisionPolicy) if "dtype" in each.name]
+    values: dict[str, Any] = {name: torch.bfloat16 if name.endswith("dtype") else lambda param: None for name in names}
+    with full_precision():
+        policy = MixedPrecisionPolicy(**values)
+    assert [getattr(policy, name) for name in names] == [None] * len(names)
+    assert vars(MixedPrecisionPolicy(**values)).items() >= values.items()
 
 
 def test_dropout_is_refused_with_its_name() -> None:

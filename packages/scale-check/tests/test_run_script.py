@@ -368,6 +368,18 @@ def test_the_model_that_is_trained_has_no_name_whoever_runs_before_it() -> None:
     assert {(1, "weight"), (2, "weight"), (2, "Linear.weight")} <= weights and (1, "Linear.weight") not in weights
 
 
+def test_weights_at_the_start_of_a_step_are_recorded_where_the_model_runs() -> None:
+    model, recorder = torch.nn.Linear(2, 2), Recorder()
+    optimizer, start = torch.optim.SGD(model.parameters(), lr=0.1), Key(2, Phase.START, "weight")
+    with recorder.hooks():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torch.nn.Identity()(torch.ones(1))  # Only this rank may run it, and gathering weights takes all ranks.
+        assert start not in recorder.recording.tensors
+        model(torch.ones(1, 2))
+    assert start in recorder.recording.tensors
+
+
 def test_gradients_before_clipping_are_looked_up_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, recorder = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5))), Recorder()
     num_lookups = 0

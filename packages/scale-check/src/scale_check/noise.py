@@ -22,7 +22,7 @@ from scale_check.summary import Recorded, float_values
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Switches `torch.autocast` off, and the `param_dtype` of FSDP2's policies."""
+    """Switches `torch.autocast` off, and the dtypes of FSDP2's policies."""
     from torch.distributed.fsdp import MixedPrecisionPolicy  # The first optimizer of a process imports it anyway.
 
     autocast_init, policy_init = torch.autocast.__init__, MixedPrecisionPolicy.__init__
@@ -38,8 +38,9 @@ def full_precision() -> Iterator[None]:
 
     def init_without_cast(self: MixedPrecisionPolicy, *args: Any, **kwargs: Any) -> None:
         policy_init(self, *args, **kwargs)
-        object.__setattr__(self, "param_dtype", None)  # It is frozen.
-        object.__setattr__(self, "output_dtype", None)
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "param_dtype_override_fn"):
+            if hasattr(self, name):  # torch 2.15 has the last one.
+                object.__setattr__(self, name, None)  # The policy is frozen.
 
     torch.autocast.__init__ = init_disabled  # type: ignore[method-assign]
     MixedPrecisionPolicy.__init__ = init_without_cast  # type: ignore[method-assign]

@@ -270,8 +270,9 @@ class Recorder:
             self._end_step()
         if self._depth == 0 and module not in self._models and module not in self._names and self._is_seen(module):
             self._add_model(module)
-        if self._depth == 0 and self.step > self._begun_step and torch.is_grad_enabled():
-            # A program may change its weights after the optimizer's step: it decays, averages or clamps them.
+        if self._depth == 0 and self.step > self._begun_step and torch.is_grad_enabled() and _is_trainable(module):
+            # A program may change its weights after the optimizer's step: it decays, averages or clamps them. The ranks
+            # gather sharded ones together. Modules without weights, for example metrics, may run on one rank only.
             self._begun_step = self.step
             self._record_params(Phase.START)
         self._depth += 1
