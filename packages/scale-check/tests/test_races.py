@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from scale_check.simulate import Race, RaceError, simulate
+from scale_check.simulate import Race, RaceError, races, simulate
 from scale_check.simulate.device_streams import SimulatedStream
 from scale_core import compat
 from scale_core.device.streams import copy_to, stream_for, worker_for
@@ -307,6 +307,7 @@ def test_stream_and_event_by_their_names_for_any_device(ordered: bool) -> None:
         done.record()
     made: list[object] = [side, done]
     assert isinstance(made[0], torch.Stream) and isinstance(made[1], torch.Event)
+    assert issubclass(SimulatedStream, torch.Stream)
     if ordered:
         torch.accelerator.current_stream().wait_event(done)
     x.sum()
@@ -367,6 +368,19 @@ def test_collective_that_is_polled(ordered: bool) -> None:
         pass
     x.sum()
     work.wait()
+
+
+def test_polls_of_a_handle_are_forgotten_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(races, "_MOST_TRANSFERS", 0)
+    with simulate(world_size=4, device="sim", races="collect") as simulation:
+        work = dist.all_reduce(ones(), async_op=True)
+        assert work is not None and simulation._checker is not None
+        work.is_completed()
+        polls = simulation._checker._order._polls
+        assert polls
+        del work  # A later handle may have its identity.
+        dist.all_reduce(ones())
+        assert not polls
 
 
 def test_copy_to_the_host_before_a_barrier(ordered: bool) -> None:

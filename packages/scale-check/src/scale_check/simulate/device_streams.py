@@ -333,6 +333,9 @@ class _Generic(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, (cls.real, cls.simulated))
 
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, (cls.real, cls.simulated))
+
 
 class _Stream(metaclass=_Generic):
     real, simulated = torch.Stream, SimulatedStream

@@ -138,10 +138,19 @@ class Access:
         return False
 
     def covers(self, other: Access) -> bool:
-        """Whether it has all bytes of another one; a view with gaps has those of an equal one only."""
-        if self.strides:
-            return (self.start, self.strides) == (other.start, other.strides)
-        return self.start <= other.start and other.stop <= self.stop
+        """Whether it has all bytes of another one; a view with gaps has those of one with the same outer strides only.
+
+        The first columns of a matrix, and one of them:
+
+        >>> columns, column = (WorkQueue("a").access(0, 12, strides=((2, 8), (size, 1))) for size in (4, 2))
+        >>> columns.covers(column), column.covers(columns)
+        (True, False)
+        """
+        if not self.strides:
+            return self.start <= other.start and other.stop <= self.stop
+        if self.strides[:-1] != other.strides[:-1]:
+            return False
+        return self.start <= other.start and other.start + other.strides[-1][0] <= self.start + self.strides[-1][0]
 
     @property
     def _num_runs(self) -> int:

@@ -370,6 +370,7 @@ class RaceChecker:
         """Drops handles that nobody else has, who could wait for them once more."""
         for key, transfer in list(self._transfers.items()):
             if sys.getrefcount(transfer.work) <= 2:
+                self._order.restart_polls(transfer.work)  # A later handle may have its identity.
                 del self._transfers[key]
 
     def _died(self, key: int, _: object) -> None:
