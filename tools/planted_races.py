@@ -91,7 +91,7 @@ HOST_STAGED = "scale-core/flat/host_staged.py"
 TRANSFER, UPDATE = "scale-fsdp/offload/transfer.py", "scale-fsdp/offload/host_update.py"
 PIPE, CHANNEL = ("scale-pipe/tests/test_pipe_races.py", "1f1b or zb"), "scale-pipe/distributed/p2p.py"
 STORE, STORAGE = "scale-checkpoint/offload/store.py", "scale-checkpoint/offload/storage.py"
-FLAT_STORAGE, TRANSPORT = "scale-core/flat/storage.py", "scale-core/flat/gradient.py"
+FLAT_STORAGE, GRADIENT = "scale-core/flat/storage.py", "scale-core/flat/gradient.py"
 OSS, OSS_BUCKET = ("scale-oss/tests/test_oss_races.py", ""), "scale-oss/buckets/bucket.py"
 TP, RING, ASYNC_TP = ("scale-tp/tests/test_tp_races.py", ""), "scale-tp/attention/ring.py", "scale-tp/async_tp/"
 ADASCALE = ("scale-adascale/tests/test_adascale_races.py", "")
@@ -189,7 +189,7 @@ FAULTS = [
         of_fsdp("host and int8"),
         "for speed: the copy runs beside the computation",
     ),
-    Fault("scale-core/flat/gradient.py", "                copied.synchronize()", "                pass", ON_HOST),
+    Fault(GRADIENT, "                copied.synchronize()", "                pass", ON_HOST),
     Fault(HOST_STAGED, "            self._sent.synchronize()", "            pass", ON_HOST),
     Fault("scale-snapshot/staging.py", "        current_stream(device).synchronize()", "        pass", CORE),
     Fault(
@@ -346,8 +346,8 @@ FAULTS = [
         "late(self._plain_transport.all_gather(self.shard.data, buffer, tag=tag))",
         of_fsdp("discarded or evaluates"),
     ),
-    Fault(TRANSPORT, "reduced = work.wait(limit_seconds)", "reduced = late(work)", of_fsdp("plain")),
-    Fault(TRANSPORT, "self._keep(work.wait(limit_seconds))", "self._keep(late(work))", of_fsdp("hybrid")),
+    Fault(GRADIENT, "reduced = work.wait(limit_seconds)", "reduced = late(work)", of_fsdp("plain")),
+    Fault(GRADIENT, "self._keep(work.wait(limit_seconds))", "self._keep(late(work))", of_fsdp("hybrid")),
     Fault(
         OSS_BUCKET,
         "                self._gather[0].wait(limit_seconds)",
@@ -530,8 +530,7 @@ def planted_lines(file: str) -> set[int]:
     """The lines of a file that some fault replaces."""
     lines: set[int] = set()
     for fault in FAULTS:
-        if fault.file == file:
-            source = fault.path.read_text(encoding="utf-8")
+        if fault.file == file and (source := fault.path.read_text(encoding="utf-8")).count(fault.line):
             start = source.index(fault.line)
             lines |= set(range(source.count("\n", 0, start) + 1, source.count("\n", 0, start + len(fault.line)) + 2))
     return lines
