@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from scale_check.cli import main
-from scale_check.recording import Key, Phase, Recorder
+from scale_check.comparison import compare
+from scale_check.recording import Key, Phase, Recorder, Recording
 from scale_check.script.rank import exact_norms, without_dropout
 from scale_check.summary import float_values
 
@@ -378,6 +379,29 @@ def test_weights_at_the_start_of_a_step_are_recorded_where_the_model_runs() -> N
         assert start not in recorder.recording.tensors
         model(torch.ones(1, 2))
     assert start in recorder.recording.tensors
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_an_average_that_one_rank_evaluates_is_no_difference(everywhere: bool) -> None:
+    def recording(rank: int) -> Recording:
+        model, average, recorder = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), Recorder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for param in (*model.parameters(), *average.parameters()):
+            torch.nn.init.ones_(param)
+        torch.nn.init.constant_(average.weight, rank)
+        with recorder.hooks():
+            for _ in range(3):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    if everywhere or not rank:
+                        average(torch.ones(1, 2))
+        return recorder.recording
+
+    report = compare(recording(0), [recording(0), recording(1)], {})
+    assert (report.first is not None) == everywhere
+    assert report.first is None or (report.first.name, report.first.ranks) == ("Linear.weight", (1,))
 
 
 def test_gradients_before_clipping_are_looked_up_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,6 +179,7 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         ranks: Of each rank.
         noise: Of each tensor of the one process, by how much rounding changes it; see `noise.measure`.
     """
+    plain, *ranks = _without_models_of_some_ranks(plain, *ranks)
     comparisons: list[_Compared] = []
     scale = _gradient_scale(plain, ranks)
     for key, expected in plain.tensors.items():
@@ -211,6 +212,23 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
         differences=tuple(difference for difference in differences if difference is not None),
         gradient_factor=factor,
     )
+
+
+def _without_models_of_some_ranks(plain: Recording, *ranks: Recording) -> list[Recording]:
+    """The recordings without weights of models that only some ranks evaluate, for example rank 0 an average."""
+    evaluated = set[str]().union(*(recording.evaluated for recording in ranks))
+    names = {name for name in evaluated if any(name not in recording.evaluated for recording in ranks)}
+    if not names:
+        return [plain, *ranks]
+
+    def is_compared(key: Key) -> bool:
+        of_model = any(key.name.startswith(f"{name}.") for name in names)
+        return not of_model or key.phase not in (Phase.START, Phase.WEIGHT, Phase.BUFFER)
+
+    return [
+        replace(recording, tensors={key: value for key, value in recording.tensors.items() if is_compared(key)})
+        for recording in (plain, *ranks)
+    ]
 
 
 def _gradient_factor(plain: Recording, ranks: Sequence[Recording], key: Key) -> float | None:

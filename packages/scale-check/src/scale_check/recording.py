@@ -14,7 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +76,7 @@ class Recording:
     hides_gradients: bool = False  # The library has no full gradients when its optimizer steps.
     draws_of_loop: bool = False  # Random numbers were drawn between a loader and the model.
     has_sharded_outputs: bool = False  # A module had a DTensor as its output.
+    evaluated: set[str] = field(default_factory=set)  # Names of models that have run without gradients only.
     num_forwards: dict[int, int] = field(default_factory=dict)  # By step, how often the model ran with gradients.
 
     def keys_of(self, *phases: Phase) -> list[Key]:
@@ -129,7 +130,7 @@ def with_joined_calls(recording: Recording, count: int, whole: Container[Key] = 
             joined_key = key._replace(number=group * width + position)
             as_it_is = joined_key.of_all_calls() in whole
             tensors[joined_key] = kept(joined, as_it_is=as_it_is) if isinstance(joined, Tensor) else joined
-    return Recording(tensors, recording.draws, recording.hides_gradients)
+    return replace(recording, tensors=tensors)
 
 
 def plain_name(name: str) -> str:
@@ -275,6 +276,8 @@ class Recorder:
             # gather sharded ones together. Modules without weights, for example metrics, may run on one rank only.
             self._begun_step = self.step
             self._record_params(Phase.START)
+        if self._depth == 0 and torch.is_grad_enabled() and module in self._models:
+            self.recording.evaluated.discard(self._models[module])
         self._depth += 1
         self._states.append(torch.get_rng_state())
 
@@ -292,6 +295,8 @@ class Recorder:
             number = sum(name.partition(" ")[0] == kind for name in self._models.values())
             prefix = f"{kind} {number + 1}" if number else kind
         self._models[model] = prefix
+        if not torch.is_grad_enabled():
+            self.recording.evaluated.add(prefix)
         self._params_of_shape.clear()
         self._names |= {module: _joined(prefix, name) for name, module in inner.items()}
         self._record_params(Phase.START, model)
