@@ -11,7 +11,7 @@ import torch
 
 from scale_check.cli import main
 from scale_check.comparison import compare
-from scale_check.recording import Key, Phase, Recorder, Recording
+from scale_check.recording import Key, Phase, Recorder, Recording, with_joined_calls
 from scale_check.script.rank import exact_norms, without_dropout
 from scale_check.summary import float_values
 
@@ -402,6 +402,14 @@ def test_an_average_that_one_rank_evaluates_is_no_difference(everywhere: bool) -
     report = compare(recording(0), [recording(0), recording(1)], {})
     assert (report.first is not None) == everywhere
     assert report.first is None or (report.first.name, report.first.ranks) == ("Linear.weight", (1,))
+
+
+def test_joined_calls_keep_what_else_was_recorded() -> None:
+    outputs = {Key(1, Phase.OUTPUT, "", number): torch.ones(1, 2) for number in range(2)}
+    recording = Recording(outputs, num_forwards={1: 2}, draws_of_loop=True, has_sharded_outputs=True)
+    joined = with_joined_calls(recording, 2)
+    assert joined.tensors.keys() == {Key(1, Phase.OUTPUT, "")}
+    assert joined.draws_of_loop and joined.has_sharded_outputs
 
 
 def test_gradients_before_clipping_are_looked_up_once_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
