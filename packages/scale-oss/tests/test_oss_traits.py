@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
 
+from scale_core.errors import ContractError
 from scale_core.optim.joint_update import has_joint_update
 from scale_core.optim.traits import KINDS, check_kind, is_elementwise
 from scale_oss import OSS, OSSOptions, OuterStep, ShardedDataParallel, split_by
@@ -176,3 +179,50 @@ def test_a_trial_that_fails_decides_nothing_and_draws_nothing() -> None:
     assert not has_joint_update(_NormalizedSGD, {"unknown": 1})
     assert has_joint_update(_NormalizedSGD, {})
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+def test_a_trial_seeds_no_device_and_prints_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Prints(_NormalizedSGD):
+        def grad_norms(self, params: list[nn.Parameter]) -> list[float]:
+            print("a step")
+            return super().grad_norms(params)
+
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    assert has_joint_update(Prints, {})
+    assert seeds == [] and capsys.readouterr().out == ""
+
+
+def test_a_trial_needs_no_real_default_device() -> None:
+    with torch.device("meta"):
+        assert has_joint_update(_NormalizedSGD, {}) and not has_joint_update(_LARS, {})
+    with FakeTensorMode():  # As in a simulation: there are no values to compare.
+        assert not has_joint_update(_NormalizedSGD, {})
+
+
+class _NormalizedOverRanks(_LARS):
+    """One norm of the gradients of all ranks, which it sums itself."""
+
+    def grad_norms(self, params: list[nn.Parameter]) -> list[float]:
+        total = torch.tensor(sum(norm**2 for norm in super().grad_norms(params)))
+        dist.all_reduce(total)
+        return [float(total) ** 0.5] * len(params)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_are_compared_before_the_trial() -> None:
+    optim_class = (_NormalizedSGD, _LARS)[dist.get_rank()]
+    with pytest.raises(ContractError, match="the parameters given to OSS"):
+        OSS([nn.Parameter(torch.zeros(8))], optim_class)
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_that_sums_over_ranks_is_right() -> None:
+    params = [nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(8))]
+    optimizer = OSS(params, _NormalizedOverRanks, lr=1.0)
+    for param in params:
+        param.grad = torch.ones(8)
+    optimizer.step()
+    assert all(torch.equal(param, torch.full((8,), -0.25)) for param in params)

@@ -122,8 +122,6 @@ class OSS(OSSStep):
         self.gets_reduced_gradients = False  # `ShardedDataParallel` averages gradients into the pieces.
         self.reduced_by: weakref.ref[nn.Module] | None = None  # who does so
         super().__init__(params, dict(defaults))
-        if not self.together:
-            check_separate_updates(optim, defaults, self._all_params())
         self.shard_group = (
             ranks_of_shards(self._all_params()) if process_group is None else group_of(process_group, "edp")
         )
@@ -131,6 +129,8 @@ class OSS(OSSStep):
         self.contract = Contract(self.shard_group, options.limit_seconds)
         self.recorded_steps = self.contract.recorded_steps = OptimizerSteps()
         self._check_same_arguments()
+        if not self.together:
+            check_separate_updates(optim, defaults, self._all_params())
         self._assigner = BucketAssigner(
             self.shard_group,
             self.contract,

@@ -23,7 +23,7 @@ from scale_core.consistency.contract import Contract
 from scale_core.dtensor import is_dtensor
 from scale_core.flat.layout import alignment_of
 from scale_core.optim.joint_update import has_joint_update
-from scale_core.optim.traits import KINDS, constructor_arguments
+from scale_core.optim.traits import KINDS, constructor_arguments, is_known_elementwise
 from scale_core.parameters import check_memory_unshared
 from scale_core.shard import check_undivided, is_divided, on_local_tensors, unit_shard_of
 from scale_oss.buckets.bucket import Bucket
@@ -245,7 +245,9 @@ def check_no_layer_shards(groups: Sequence[Mapping[str, Any]], ranks: Group, fir
 @on_local_tensors
 def check_separate_updates(optim_class: type[Optimizer], defaults: Mapping[str, Any], params: Iterable[Tensor]) -> None:
     """Raises ValueError if the update of one tensor depends on others, which another rank may own."""
-    if optim_class in KINDS or not has_joint_update(optim_class, constructor_arguments(optim_class, defaults)):
+    if optim_class in KINDS or is_known_elementwise(optim_class):
+        return
+    if not has_joint_update(optim_class, constructor_arguments(optim_class, defaults)):
         return
     name = optim_class.__name__
     if any(unit_shard_of(param) is not None for param in params):
