@@ -10,6 +10,8 @@ import pytest
 import torch
 from fsdp_parity import adam, noise, sharded
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from scale_core import compat
 from scale_core.hooks.gradients import register_local_grad_hook
@@ -75,6 +77,8 @@ def test_gradients_are_reduced_as_fsdp2_of_this_torch_does(monkeypatch, in_param
     assert [buffer.reduce_dtype for buffer in unit_of(model).buffers] == [FP32 if in_param_dtype else BF16]
     model = fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(BF16, BF16))
     assert [buffer.reduce_dtype for buffer in unit_of(model).buffers] == [BF16]
+    model = fully_shard(nn.Linear(2, 2).bfloat16()).float()
+    assert [buffer.reduce_dtype for buffer in unit_of(model).buffers] == [FP32]
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,22 @@ def test_a_policy_may_keep_single_parameters_in_their_dtype():
         ValueError, match=r"weight: expected param_dtype_override_fn to return None, .*got torch.float16"
     ):
         fully_shard(nn.Linear(2, 2), mp_policy=PolicyWithOverride(BF16, param_dtype_override_fn=lambda param: FP16))
+
+
+def test_an_override_without_a_dtype_of_the_unit_changes_nothing():
+    model = fully_shard(nn.Linear(2, 2), mp_policy=PolicyWithOverride(param_dtype_override_fn=norms_in_fp32))
+    assert [buffer.names for buffer in unit_of(model).buffers] == [["weight", "bias"]]
+    assert [buffer.compute_dtype for buffer in unit_of(model.bfloat16()).buffers] == [BF16]
+
+
+@pytest.mark.ranks(2)
+def test_an_override_knows_a_dtensor_by_its_identity():
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    layer = parallelize_module(nn.Linear(2, 2), mesh["tp"], ColwiseParallel())
+    in_fp32 = {id(layer.bias)}
+    policy = PolicyWithOverride(BF16, param_dtype_override_fn=lambda param: FP32 if id(param) in in_fp32 else None)
+    buffers = unit_of(fully_shard(layer, mesh=mesh["dp"], mp_policy=policy)).buffers
+    assert {name: buffer.compute_dtype for buffer in buffers for name in buffer.names} == {"weight": BF16, "bias": FP32}
 
 
 MASTER = {"shard": FP32, "gradient": FP32, "state": FP32, "saved": FP32}

@@ -58,16 +58,15 @@ class UnitPrecision:
         """Returns in which dtypes a parameter is gathered, and its gradient reduced."""
         if not param.is_floating_point():
             return DtypePolicy()
-        compute = self.param_dtype
-        if self.param_dtype_override_fn is not None:
-            compute = self.param_dtype_override_fn(param) or compute
-        if compute not in (self.param_dtype, param.dtype):
+        override = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(param)
+        if override not in (None, self.param_dtype, param.dtype):
             raise ValueError(
                 f"{name}: expected param_dtype_override_fn to return None, {self.param_dtype} (param_dtype) or "
-                f"{param.dtype} (the parameter's own dtype), got {compute!r}"
+                f"{param.dtype} (the parameter's own dtype), got {override!r}"
             )
-        own = param.dtype if compute is not None and compat.reduces_in_param_dtype() else None
-        return DtypePolicy(compute, self.reduce_dtype or own)
+        # Without param_dtype all parameters are computed with in their own dtype, also after model.float().
+        compute = None if self.param_dtype is None else override or self.param_dtype
+        return DtypePolicy(compute, self.reduce_dtype, reduces_as_stored=compat.reduces_in_param_dtype())
 
 
 def cast_floating(tree: Any, dtype: torch.dtype) -> Any:

@@ -286,6 +286,8 @@ def shard_modules(
     owned, float8 = _plain_weights(owned, init)
     owned, specs = _local_pieces(owned, init)
     check_parameters(owned)
+    # A policy may know a parameter by its identity, so it is asked about the user's own.
+    dtypes = [options.precision.dtypes_of(param, info.name) for param, info in zip(original, owned, strict=True)]
     check_tied_embeddings(shared)
     check_memory(modules, owned, left)
     check_undivided(((info.name, info.param) for info in owned), ranks.whole, "fully_shard")
@@ -296,7 +298,8 @@ def shard_modules(
                     f"init=False waits for a checkpoint, but '{info.name}' has values already: leave init out, or "
                     "build the model under torch.device('meta')"
                 )
-        buffers, slots = _make_buffers(owned, ShardGroups(ranks.shard, ranks.replicas), options, float8, on_meta=True)
+        groups = ShardGroups(ranks.shard, ranks.replicas)
+        buffers, slots = _make_buffers(owned, dtypes, groups, options, float8, on_meta=True)
     else:
         if ranks.whole.size > 1 and sync:  # Else nothing is sent here, and all is compared when the model first runs.
             kind = ", ".join(type(module).__name__ for module in modules)
@@ -308,7 +311,7 @@ def shard_modules(
             options.check_groups()
         parts = [(module, _own_of(owned, module)) for module in modules]
         fill = should_initialize(parts, init, ranks.whole, options.limit_seconds, sync=sync)
-        buffers, slots = _make_buffers(owned, options.buffer_groups(), options, float8)
+        buffers, slots = _make_buffers(owned, dtypes, options.buffer_groups(), options, float8)
         _init_shards(parts, slots, options, init, fill=fill, sync=sync)
     owners = list(dict.fromkeys(owner.unit for _, owner in shared))
     slots += [ParamSlot(p.module, p.attribute, owner.unit.buffers[owner.buffer], owner.number) for p, owner in shared]
@@ -480,6 +483,7 @@ def _init_shards(
 @on_local_tensors
 def _make_buffers(
     own: Sequence[ParamModuleInfo],
+    dtypes_of_params: Sequence[DtypePolicy],
     groups: ShardGroups,
     options: UnitOptions,
     float8: Mapping[nn.Parameter, Float8Weight],
@@ -493,10 +497,9 @@ def _make_buffers(
     """
     members: dict[tuple[torch.dtype, torch.device, bool, bool, bool, DtypePolicy], dict[nn.Parameter, str]] = {}
     unquantized = unquantized_params(((info.module, info.param) for info in own), options.communication)
-    for info in own:
+    for info, dtypes in zip(own, dtypes_of_params, strict=True):
         param = info.param
         device = param.device if on_meta else options.device_for(param.device)
-        dtypes = options.precision.dtypes_of(param, info.name)
         kind = param.dtype, device, param.requires_grad, param in unquantized, param in float8, dtypes
         members.setdefault(kind, {}).setdefault(param, info.name)
     buffers, where = [], {}

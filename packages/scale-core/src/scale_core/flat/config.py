@@ -16,7 +16,8 @@ class DtypePolicy:
 
     Attributes:
         compute: Of the gathered parameters and of their gradients.
-        reduce: Of the gradients on their way from rank to rank.
+        reduce: Of the gradients on their way from rank to rank; None is that of `compute`.
+        reduces_as_stored: Whether None for `reduce` is the dtype of the parameters, which `model.float()` may change.
 
     Examples:
         >>> import torch
@@ -29,6 +30,7 @@ class DtypePolicy:
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    reduces_as_stored: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,7 @@ class FlatStorage(ABC):
         self.shard = shard.pin_memory() if self._pins and not shard.is_pinned() else shard
         self.dtype = shard.dtype
         self.compute_dtype = self.dtypes.compute or self.dtype
-        self.reduce_dtype = self.dtypes.reduce or self.compute_dtype
+        self.reduce_dtype = self.dtypes.reduce or (self.dtype if self.dtypes.reduces_as_stored else self.compute_dtype)
         # Empty ones, too, are views, so that a write to a parameter counts in the shard's version on every rank.
         # Per parameter, the view of `shard` that belongs to it, in its local shape.
         self.pieces = [self.shard.narrow(0, span.shard_offset, span.numel).view(span.shape) for span in self.spans]
