@@ -241,7 +241,7 @@ def test_a_model_is_converted_between_steps(flat: bool) -> None:
 
 @line(
     "`copy.deepcopy((model, optimizer))`, `torch.save((model, optimizer), file)`",
-    "right; a file holds one rank's shards, and only that rank can load it",
+    "right; load a file on the same rank of the same number of ranks",
     "`torch.save(model.state_dict(), file)` after all ranks have called `state_dict()`",
 )
 @pytest.mark.fault(84)
