@@ -13,7 +13,7 @@ from scale_check.cli import main
 from scale_check.comparison import compare
 from scale_check.recording import Key, Phase, Recorder, Recording, with_joined_calls
 from scale_check.script.rank import exact_norms, without_dropout
-from scale_check.summary import float_values
+from scale_check.summary import Recorded, float_values
 
 DDP = """
 import sys, torch, torch.distributed as dist
@@ -405,7 +405,7 @@ def test_an_average_that_one_rank_evaluates_is_no_difference(everywhere: bool) -
 
 
 def test_joined_calls_keep_what_else_was_recorded() -> None:
-    outputs = {Key(1, Phase.OUTPUT, "", number): torch.ones(1, 2) for number in range(2)}
+    outputs: dict[Key, Recorded] = {Key(1, Phase.OUTPUT, "", number): torch.ones(1, 2) for number in range(2)}
     recording = Recording(outputs, num_forwards={1: 2}, draws_of_loop=True, has_sharded_outputs=True)
     joined = with_joined_calls(recording, 2)
     assert joined.tensors.keys() == {Key(1, Phase.OUTPUT, "")}
