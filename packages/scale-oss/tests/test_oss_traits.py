@@ -156,6 +156,16 @@ class _Noisy(_LARS):
         return [1.0 + secrets.randbelow(1000) for _ in params]
 
 
+class _WarmedUp(_LARS):
+    """Its class counts the steps, and the first six are smaller."""
+
+    num_steps = 0
+
+    def grad_norms(self, params: list[nn.Parameter]) -> list[float]:
+        _WarmedUp.num_steps += 1
+        return [10.0 if self.num_steps <= 6 else 1.0 for _ in params]
+
+
 def test_a_norm_over_all_tensors_needs_together() -> None:
     params = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
     with pytest.raises(ValueError, match=r"_NormalizedSGD updates each tensor by numbers from all.*together=True\)"):
@@ -169,7 +179,7 @@ def test_a_norm_over_all_tensors_needs_together() -> None:
     assert all(torch.equal(*pair) for pair in zip(params, plain, strict=True))
 
 
-@pytest.mark.parametrize("optim_class", [_LARS, _Noisy, torch.optim.Adam])
+@pytest.mark.parametrize("optim_class", [_LARS, _Noisy, _WarmedUp, torch.optim.Adam])
 def test_other_optimizers_need_no_together(optim_class: type[Optimizer]) -> None:
     assert not has_joint_update(optim_class, {"lr": 0.5})
 

@@ -2,9 +2,9 @@
 
 `OSS` gives each rank some of the tensors. If an optimizer computes one number from all of them, for example a norm to
 clip by, each rank would compute a different number, without an error. So the class takes a few steps on two small
-parameters, twice. The second time the other parameter has larger values and gradients. If the first parameter then
-moves differently, the update is joint. An optimizer that sends messages in its step may count all ranks by itself, so
-its trial ends at the first message, which is not sent.
+parameters, three times. The second time the other parameter has larger values and gradients. If the first parameter
+moves differently only then, the update is joint. An optimizer that sends messages in its step may count all ranks by
+itself, so its trial ends at the first message, which is not sent.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def has_joint_update(optim_class: type[Optimizer], defaults: Mapping[str, Any]) 
             _WithoutMessages(),  # type: ignore[no-untyped-call]
         ):
             warnings.simplefilter("ignore")
-            values = [_first_param_after_steps(optim_class, defaults, factor) for factor in (1.0, 1.0, 64.0)]
-            first, repeated, with_larger_other = values
+            # The larger one comes between the equal ones, so that a count of steps in the class can't look like it.
+            values = [_first_param_after_steps(optim_class, defaults, factor) for factor in (1.0, 64.0, 1.0)]
+            first, with_larger_other, repeated = values
             return torch.equal(first, repeated) and not torch.equal(first, with_larger_other)
     except Exception:  # If a trial can't run, that says nothing about a real step.
         return False
