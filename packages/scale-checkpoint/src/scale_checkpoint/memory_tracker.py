@@ -244,8 +244,8 @@ class SuggestedCheckpoints:
 
         >>> from scale_checkpoint.memory_tracker import LayerTrace, suggest_checkpoint_location
         >>> forward = [LayerTrace(name, "Linear", True, 0, size, size) for name, size in zip("abcde", [4, 1, 3, 6, 2])]
-        >>> suggest_checkpoint_location(forward, num_checkpoints=1).all_modules
-        ('a', 'b', 'c', 'd', 'e')
+        >>> suggest_checkpoint_location(forward, num_checkpoints=1)
+        SuggestedCheckpoints(max_memory=8, split_modules=('d',), all_modules=('a', 'b', 'c', 'd', 'e'))
 
     Attributes:
         max_memory: The most bytes between two neighboring checkpoints.
