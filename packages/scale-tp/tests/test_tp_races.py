@@ -15,6 +15,7 @@ import scale_tp
 from scale_check.simulate import simulate
 from scale_core.comm.group import group_of
 from scale_tp import LayerOptions, megatron
+from scale_tp.async_tp.all_reduce_matmul import linear_all_reduce, linear_with_grad_all_reduce
 from scale_tp.async_tp.collective_matmul import gather_linear, linear_scatter
 from scale_tp.layers.linear_ops import all_reduce_copies
 
@@ -87,6 +88,18 @@ def test_products_beside_their_messages_have_no_race(pieces: int) -> None:
         return linear_scatter(full, weight, group_of(), pieces=pieces).sum()
 
     train(holder, loss)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_products_beside_their_sums_have_no_race(pieces: int) -> None:
+    weights = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH, device="sim")) for _ in range(2)])
+
+    def loss() -> Tensor:
+        x = torch.randn(6, WIDTH, device="sim", requires_grad=True)
+        _, hidden = linear_with_grad_all_reduce(x.mul(2), weights[0], None, group_of())
+        return linear_all_reduce(hidden, weights[1], group_of(), pieces).sum()
+
+    train(weights, loss)
 
 
 def test_gradients_of_copied_heads_have_no_race() -> None:
