@@ -10,9 +10,9 @@ its NVLink, 300 and 200 GB/s. Between hosts it sends as much if a ring uses all 
 it uses one, of 400 Gb/s. A rank has one link in the plan, so that pipelines send over NVLink, too.
 
 Attention has the rate of FlashAttention-2, which torch calls. On an H100 it is 325 TFLOP/s: figures 5 and 6 of arXiv
-2407.08608 have 335 for a causal forward and 322 for a backward, with heads of 128 and 16k tokens. On an A100 it is 190,
-because the abstract of arXiv 2307.08691 has 50 to 73 % of the peak. In both papers a causal kernel has half of the
-operations.
+2407.08608 have 335 for a causal forward and 322 for a backward without a mask, with heads of 128 and 16k tokens. They
+were read in a transcription of the figures. On an A100 it is 190, the middle of 50 to 73 % of the peak, which the paper
+of FlashAttention-2 claims (arXiv 2307.08691). In these papers a causal kernel has half of the operations.
 
 These rows are no blind prediction. A first table had errors of -43 and -55 % for long sequences and +15 to +31 % for
 Megatron-LM. After it, attention got a rate of its own and half of the operations if it is causal, long sequences the
@@ -35,8 +35,9 @@ parallel ranks, so that a rank has an eighth, and had a fused softmax in half pr
 first run, which was 35 to 71 % too long without them.
 
 Llama 3.1 405B is planned as a GPT of 126 layers and width 16384. A layer of it has 3.22 billion parameters, 1 % more
-than one of the Llama. The pipeline has as many micro-batches as ranks, the default of torchtitan's code of 2024 (the
-file torchtitan/parallelisms/pipelining_utils.py). The number of stages of a rank is not published; 2 are planned.
+than one of the Llama. The pipeline has as many micro-batches as ranks, the default of torchtitan's code of early 2024
+(torchtitan/parallelisms/pipelining_utils.py). Later code sets the sequences of a micro-batch; the second table has one
+in each. The number of stages of a rank is not published; 2 are planned.
 
 torchtitan keeps every second product of a block (selective checkpointing by operator). The rows of FSDP with selective
 checkpointing are planned so.
