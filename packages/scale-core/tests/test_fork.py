@@ -106,5 +106,5 @@ def test_a_fork_ends_with_its_error_and_the_program_goes_on(tmp_path: Path) -> N
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.split("\n")[0] == "child: 1, sum: 2"
+    assert "child: 1, sum: 2" in run.stdout.split("\n")  # torch 2.8 prints lines of gloo before it.
     assert "LaunchError: process " in run.stderr
