@@ -136,8 +136,10 @@ def test_optimizers_that_need_full_tensors_are_refused() -> None:
         torch.optim.SGD(model.parameters(), lr=0.01).step()
         return str(caught.value)
 
-    muon, lbfgs, sparse = [refuse(name, {}) for name in (MUON, "LBFGS", "SparseAdam")]
-    assert re.match(rf"{MUON}\.step\(\): \w+ of '\d.weight' \[.*OSS\(model.parameters\(\), optim=", muon)
+    if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
+        muon = refuse("Muon", {})
+        assert re.match(r"Muon\.step\(\): \w+ of '\d.weight' \[.*OSS\(model.parameters\(\), optim=", muon)
+    lbfgs, sparse = [refuse(name, {}) for name in ("LBFGS", "SparseAdam")]
     assert re.match(r"LBFGS\.step\(\): cat of '\d\.\w+'", lbfgs)
     assert "SparseAdam.step(): it takes sparse gradients, but the gradient of '" in sparse
 

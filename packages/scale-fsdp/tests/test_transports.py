@@ -162,6 +162,7 @@ def logged(function: Any, name: str, log: list[str]) -> Any:
     return call
 
 
+@pytest.mark.simulation
 def test_magnitudes_and_their_reduction_come_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     with simulate(rank=0, world_size=4, device="sim", check=False):
