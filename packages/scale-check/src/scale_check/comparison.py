@@ -59,7 +59,7 @@ class FirstDifference:
         step: The optimizer's step, from 1.
         phase: The kind of the tensor, for example "gradient of".
         name: The module or the parameter, by its name in the plain model.
-        ranks: The ranks that differ; if a tensor is divided, all ranks that have a part of it.
+        ranks: The ranks that differ.
         index: Where it differs most, in the full tensor. None stands for all indices of a dimension: then `expected`
             and `actual` are sums of these elements.
         expected: The value of one process there.

@@ -20,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("batch", "sequence", "precision", "activations", "only"),
     ),
     "[time] Speed of the machine. The time of a step follows from these numbers only.": (
-        *("tflops", "link", "host_link", "memory_bandwidth", "host_bandwidth"),
+        *("tflops", "attention_tflops", "link", "host_link", "memory_bandwidth", "host_bandwidth"),
     ),
     "[output]": ("jobs", "picture", "json"),
 }
