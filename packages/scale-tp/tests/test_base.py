@@ -158,8 +158,9 @@ def test_optimizers_that_would_be_wrong_on_parts_are_refused() -> None:
     layer = RowParallelLinear(4, 3, process_group=group_of())
     layer(torch.ones(2, 4)).sum().backward()
     before = [param.detach().clone() for param in layer.parameters()]
-    with pytest.raises(RuntimeError, match=r"Muon.step\(\): .* of a parameter of shape \(3, 4\).* OSS\("):
-        torch.optim.Muon([layer.weight]).step()
+    if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
+        with pytest.raises(RuntimeError, match=r"Muon.step\(\): .* of a parameter of shape \(3, 4\).* OSS\("):
+            torch.optim.Muon([layer.weight]).step()
     with pytest.raises(RuntimeError, match=r"LBFGS.step\(\): cat of a parameter of shape \(12,\)"):
         torch.optim.LBFGS(layer.parameters()).step(lambda: 0.0)
     assert all(torch.equal(param, old) for param, old in zip(layer.parameters(), before, strict=True))
