@@ -90,6 +90,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for marker in item.iter_markers("gloo"):
                 _skip([item], f"only over gloo: {marker.args[0]}")
     on_gpu, simulated = ([item for item in items if item.get_closest_marker(name)] for name in ("gpu", "simulation"))
+    simulated += [item for item in items if "scale_check/simulate" in item.nodeid]  # examples in docstrings
     if on_gpu:
         import torch
 

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from scale_check import ParityVerdict, Report, parity
 from scale_check.noise import full_precision
+from scale_core import compat
 
 
 def step_with_a_loss_module(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
@@ -93,6 +94,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "sparse gradients": {"build": sparse_embedding, "wrap": ddp, "batches": tokens(), "optimizer": sgd},
     "all ranks have all samples": {"build": mlp, "batches": batches(6), "data": "all"},
 }
+
+if compat.torch_version() < (2, 11):  # FSDP2 of torch 2.8 sums over gloo, but for float64.
+    del PROGRAMS["FSDP2 in bfloat16"]
 
 
 def assert_right(report: Report, name: str) -> None:

@@ -14,6 +14,7 @@ from scale_check.comparison import compare
 from scale_check.recording import Key, Phase, Recorder, Recording, with_joined_calls
 from scale_check.script.rank import exact_norms, without_dropout
 from scale_check.summary import Recorded, float_values
+from scale_core import compat
 
 DDP = """
 import sys, torch, torch.distributed as dist
@@ -274,8 +275,11 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("script", sorted(f"{name}.py" for name in RIGHT))
 def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--steps", "5" if script == "schedule.py" else "2", script]) == 0
-    assert "tensors are equal but for rounding" in capsys.readouterr().out
+    code = main(["run", "--steps", "5" if script == "schedule.py" else "2", script])
+    if "fsdp2" in script and compat.torch_version() < (2, 11):  # FSDP2 of torch 2.8 sums over gloo.
+        assert (code, "All gradients of this step are 2 times" in capsys.readouterr().out) == (1, True)
+    else:
+        assert (code, "tensors are equal but for rounding" in capsys.readouterr().out) == (0, True)
 
 
 @pytest.mark.parametrize(
