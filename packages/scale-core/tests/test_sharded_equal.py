@@ -6,6 +6,7 @@ import pytest
 import torch
 from rank_values import by_rank
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 
 from scale_core.comm.group import group_of
 from scale_core.errors import ShardedTensorError
@@ -67,3 +68,26 @@ def test_a_sharded_result_is_gathered_for_a_full_parameter() -> None:
         torch._foreach_sub_([listed], [move])
     found = [moved.detach(), copied.detach(), listed.detach()]
     assert all(map(torch.equal, found, expected))
+
+
+def _mul(inputs: list[Tensor], factor: float) -> list[Tensor]:
+    torch._foreach_mul_(inputs, factor)
+    return inputs
+
+
+def _norm(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch._foreach_norm(inputs))
+
+
+for _function, _name in ((_mul, "mul_"), (_norm, "norm")):
+    _function.__module__, _function.__name__ = "torch.foreach", _name
+
+
+@pytest.mark.ranks(2)
+def test_functions_of_torch_foreach_take_lists() -> None:
+    """As torch 2.15 calls them; an older torch has no `torch.foreach`."""
+    pieces = [piece_of(torch.arange(4.0), "listed", 1).detach()]
+    assert handle_torch_function(_mul, pieces, pieces, 3.0) is pieces
+    assert torch.equal(pieces[0].full_tensor(), 3 * torch.arange(4.0))
+    [norm] = handle_torch_function(_norm, pieces, pieces)
+    assert float(norm) == pytest.approx(3 * 14.0**0.5)

@@ -117,7 +117,7 @@ class Report:
         num_nan: How many tensors have a NaN, at the same places.
         differences: The difference of each tensor that differs, in the order of time.
         gradient_factor: How many times as large as in one process all gradients of the first difference's step are;
-            None if it is not one number for all of them, or if the first difference is no gradient of a parameter.
+            None if it is not one number for all of them, or if the first difference is not a gradient.
 
     See also: [the guide to comparing with one process](../guides/check.md).
     """

@@ -68,8 +68,8 @@ class ModelOptions:
     shared_experts: int = 0
     """With --experts: number of experts for all tokens. They are one layer of that multiple of the width."""
     capacity_factor: float = 0.0
-    """With --experts: limit of an expert's tokens, as a multiple of its even share. 0 is no limit. In training, further
-    tokens of a micro-batch of all ranks are dropped."""
+    """With --experts: limit of an expert's tokens, as a multiple of its even share. 0 means no limit. In training,
+    further tokens of a micro-batch of all ranks are dropped."""
     aux_loss_coef: float = 0.01
     """With --experts: factor of the load balancing loss. It adds to the gradients, but not to the reported loss."""
     model: Path | None = None

@@ -321,7 +321,7 @@ def set_stream(stream: SimulatedStream) -> None:
 
 
 class _Generic(type):
-    """A class of torch for streams or events of any device, which here makes those of the simulated one."""
+    """In place of a class of torch for streams or events of any device: makes the simulated device's."""
 
     real: Any
     simulated: Any

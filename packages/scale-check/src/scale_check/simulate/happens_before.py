@@ -88,7 +88,7 @@ class WorkQueue:
         frames: Frames = (),
         strides: Strides = (),
     ) -> Access:
-        """An access by its next operation, to bytes [start, stop), or to those of them that `strides` say."""
+        """An access by its next operation, to bytes [start, stop), or only to the bytes that `strides` select."""
         self.clock[self] += 1
         return Access(self, self.clock[self], start, stop, writes, operation, frames, strides)
 
@@ -138,7 +138,7 @@ class Access:
         return False
 
     def covers(self, other: Access) -> bool:
-        """Whether it has all bytes of another one; a view with gaps has those of one with the same outer strides only.
+        """Whether it has all bytes of another access. A view with gaps contains only views with the same outer strides.
 
         The first columns of a matrix, and one of them:
 

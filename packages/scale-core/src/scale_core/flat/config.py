@@ -16,7 +16,7 @@ class DtypePolicy:
 
     Attributes:
         compute: Of the gathered parameters and of their gradients.
-        reduce: Of the gradients on their way from rank to rank; None is that of `compute`.
+        reduce: Of the gradients on their way from rank to rank; None is the dtype of `compute`.
         reduces_as_stored: Whether None for `reduce` is the dtype of the parameters, which `model.float()` may change.
 
     Examples:

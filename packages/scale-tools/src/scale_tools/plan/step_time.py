@@ -58,7 +58,7 @@ class MachineRates:
 
 
 def attention_tflops(options: PlanOptions) -> float:
-    """Returns what a device reaches in attention; FlashAttention-2 on an H100 has about half of that of products."""
+    """Returns the TFLOP/s of attention; on an H100, FlashAttention-2 reaches about half the rate of products."""
     return options.tflops / 2 if options.attention_tflops is None else options.attention_tflops
 
 
