@@ -1,4 +1,4 @@
-"""The step times and the memory of `scale-train plan` beside published ones, by torchtitan and Megatron-LM.
+"""The step times of `scale-train plan` beside published ones, by torchtitan and Megatron-LM.
 
     python benchmarks/published_steps.py                     # all rows
     python benchmarks/published_steps.py --smoke             # two layers of one row
@@ -42,7 +42,7 @@ in each. The number of stages of a rank is not published; 2 are planned.
 torchtitan keeps every second product of a block (selective checkpointing by operator). The rows of FSDP with selective
 checkpointing are planned so.
 
-Memory is the most that the model's tensors take. The published figure also has what the allocator has reserved.
+Peaks of memory are in benchmarks/published_memory.py.
 
 The second table changes one thing of a row, for example sets the cost of attention to zero. Attention takes 75 and 83 %
 of the long sequences divided by 4 and 8, whose rows are too short. They fit if the parts were not balanced between
@@ -66,13 +66,12 @@ from torch import Tensor, nn
 from scale_checkpoint import apply_checkpointing
 from scale_fsdp.wrapping.auto_wrap import plan_units
 from scale_tools.plan import estimate as estimate_module
-from scale_tools.plan.estimate import estimate, replica_seconds
+from scale_tools.plan.estimate import step_on_streams
 from scale_tools.plan.model import Built, PlannedModel, planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.stages import pipeline_seconds
 from scale_tools.plan.strategies import Strategy
 
-GIB = 2**30
 NO_COST = 1e9  # TFLOP/s
 H100: dict[str, Any] = {
     "tflops": 0.6 * 989,
@@ -159,6 +158,11 @@ class Llama(nn.Module):
         return F.cross_entropy(self.output(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
+def set_config(config: LlamaConfig) -> None:
+    """Sets the sizes of the Llama that the factory makes."""
+    _config[0] = config
+
+
 def llama() -> nn.Module:
     """The factory that `plan` calls."""
     return Llama(_config[0])
@@ -237,8 +241,7 @@ class Row:
         title: Model, machine and techniques.
         source: The number in the docstring.
         seconds: Of a step, as published.
-        memory: GiB of a GPU, as published.
-        reason: For an error of more than 15 %, or of more than 5 % of the memory.
+        reason: For an error of more than 15 %.
         is_megatron: Half precision weights, and attention with a matrix of scores.
         variants: By what is different, other ways to plan it.
     """
@@ -248,7 +251,6 @@ class Row:
     strategy: Strategy
     options: PlanOptions
     seconds: float
-    memory: float | None = None
     config: LlamaConfig | None = None  # None: a GPT by numbers
     reason: str = ""
     is_megatron: bool | None = False  # None: with fp32 weights
@@ -266,7 +268,7 @@ def llama_row(
     **of: Any,
 ) -> Row:
     """A row of torchtitan, which publishes tokens per second of a GPU; `local_batch` is of a data-parallel rank."""
-    of_row = ("memory", "reason", "keeps_every_second", "variants")
+    of_row = ("reason", "keeps_every_second", "variants")
     row_options = {name: of.pop(name) for name in of_row if name in of}
     batch = local_batch * strategy.data_ranks
     options = PlanOptions(factory="published_steps:llama", ranks=(strategy.ranks,), batch=batch, **of)
@@ -317,11 +319,7 @@ def rows_of_fsdp() -> Iterator[Row]:
         "keeps_every_second": True,
         "variants": (("all products kept", {"keeps_every_second": False}),),
     }
-    for ranks, link, tokens_per_second, memory in (
-        (8, 300.0, 5762, 82.4),
-        (128, 300.0, 5605, 67.0),
-        (128, 40.0, 5605, 67.0),
-    ):
+    for ranks, link, tokens_per_second in ((8, 300.0, 5762), (128, 300.0, 5605), (128, 40.0, 5605)):
         yield llama_row(
             f"Llama 3.1 8B, {ranks} H100, FSDP, {link:.0f} GB/s",
             1,
@@ -330,8 +328,6 @@ def rows_of_fsdp() -> Iterator[Row]:
             Strategy("fsdp", ranks, checkpoint="selective"),
             2,
             link=link,
-            memory=memory,
-            reason="memory: without what the allocator reserves beyond tensors",
             sequence=8192,
             **every_second,
             **H100,
@@ -410,38 +406,34 @@ def rows_of_megatron() -> Iterator[Row]:
 
 @dataclass
 class Result:
-    """Seconds of a step and GiB of a rank: published, and planned; None where the source has no memory."""
+    """Seconds of a step: published, and planned."""
 
     title: str
     source: int
     published_seconds: float
     seconds: float
-    published_gib: float | None
-    gib: float | None
     reason: str
     variant: str = ""
 
 
 def measure(row: Row, variant: str = "") -> Result:
     if row.config is not None:
-        _config[0] = row.config
+        set_config(row.config)
     options, is_gpt = row.options, row.is_megatron is not False
     if row.is_megatron is None:
         options = replace(options, precision="bf16")
-    planned, gib = planned_model(options), None
+    planned = planned_model(options)
     planned = half_weights(planned) if row.is_megatron else planned
     attention = before_flash_attention() if is_gpt else nullcontext()
     with attention, checkpointing_of_torchtitan(row.keeps_every_second):
         if row.strategy.parallel == "pipe":
             seconds = pipeline_seconds(planned, row.strategy, options)
-        elif row.memory is None:
-            seconds = replica_seconds(planned, row.strategy, options)
         else:
-            found = estimate(planned, row.strategy, options)
-            seconds, gib = found.seconds, found.peak_bytes / GIB
+            streamed = step_on_streams(planned, row.strategy, options)
+            seconds = None if streamed is None else streamed.seconds
     if seconds is None:
         raise RuntimeError(f"plan has no time of {row.title}")
-    return Result(row.title, row.source, row.seconds, seconds, row.memory, gib, row.reason, variant)
+    return Result(row.title, row.source, row.seconds, seconds, row.reason, variant)
 
 
 def without_load_balance(result: Result, without_attention: Result, context_ranks: int) -> Result:
@@ -452,14 +444,10 @@ def without_load_balance(result: Result, without_attention: Result, context_rank
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    heads = ["run", "source", "step, s", "planned", "memory, GiB", "planned", "likely reason"]
-    lines = []
-    for result in results:
-        memory = published = ""
-        if result.published_gib is not None:
-            published, memory = f"{result.published_gib:.1f}", gib_of(result)
-        step = f"{result.published_seconds:.2f}"
-        lines.append([result.title, f"[{result.source}]", step, seconds_of(result), published, memory, result.reason])
+    heads = ["run", "source", "step, s", "planned", "likely reason"]
+    lines = [
+        [one.title, f"[{one.source}]", f"{one.published_seconds:.2f}", seconds_of(one), one.reason] for one in results
+    ]
     return Table("Published and planned (error)", heads, lines)
 
 
@@ -467,17 +455,11 @@ def seconds_of(result: Result) -> str:
     return f"{result.seconds:.2f} ({result.seconds / result.published_seconds - 1:+.0%})"
 
 
-def gib_of(result: Result) -> str:
-    if result.gib is None or result.published_gib is None:
-        return ""
-    return f"{result.gib:.1f} ({result.gib / result.published_gib - 1:+.0%})"
-
-
 def table_of_variants(results: Sequence[Result], variants: Sequence[Result]) -> Table:
     """What a row becomes with another assumption."""
     planned = {result.title: result for result in results}
-    lines = [[one.title, one.variant, seconds_of(planned[one.title]), seconds_of(one), gib_of(one)] for one in variants]
-    return Table("One cost set to zero, or planned in another way", ["run", "change", "planned", "so", "GiB"], lines)
+    lines = [[one.title, one.variant, seconds_of(planned[one.title]), seconds_of(one)] for one in variants]
+    return Table("One cost set to zero, or planned in another way", ["run", "change", "planned", "so"], lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -106,10 +106,19 @@ def test_the_time_of_a_step_is_that_of_simulated_streams() -> None:
         found, waiting = (found_for(parallel, model_ranks, each, context_ranks=context_ranks) for each in (wide, slow))
         assert found.problem == "" and found.seconds is not None and waiting.seconds is not None
         row = judge(planned_model(wide), found, wide)
-        assert row.seconds == found.seconds
+        assert row.seconds == found.seconds and row.fits
+        # Segments of the allocator are 2 MiB at least.
+        assert found.reserved_bytes is not None and found.peak_bytes <= found.reserved_bytes == waiting.reserved_bytes
         # Whatever overlaps, what is sent takes its time at least, less a step that hides all of it.
         sent = sum(waiting.bytes_sent.values()) * (1 / slow.link - 1 / wide.link) / 1e9
         assert sent - found.seconds <= waiting.seconds - found.seconds <= sent * 1.01
+
+
+def test_what_the_allocator_reserves_must_fit() -> None:
+    found = Estimate(Strategy("fsdp", 4), {"parameters": 70 * 10**9}, seconds=1.0, reserved_bytes=80 * 10**9)
+    assert judge(planned_model(TINY), found, TINY).fits
+    row = judge(planned_model(TINY), dataclasses.replace(found, reserved_bytes=81 * 10**9), TINY)
+    assert (row.fits, row.reason) == (False, "the allocator reserves 75.4 GiB of 74.5")
 
 
 @pytest.mark.simulation

@@ -508,6 +508,25 @@ def watching_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> I
 
 
 @contextmanager
+def around_dtensor_shapes(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, DTensor computes the shapes of its results, with fake tensors of the whole size, in `context()`."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator
+    original = propagator._propagate_tensor_meta_non_cached
+
+    def propagate(self: object, op_schema: object) -> Any:
+        with context():
+            return original(self, op_schema)
+
+    propagator._propagate_tensor_meta_non_cached = propagate
+    try:
+        yield
+    finally:
+        propagator._propagate_tensor_meta_non_cached = original
+
+
+@contextmanager
 def watching_waits(callback: Callable[[dist.Work], None], **replaced: Callable[[Any], Any]) -> Iterator[None]:
     """Calls `callback(work)` after each wait for a handle of torch's "fake" process group, or for its future.
 

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from scale_check.simulate import device_streams
+from scale_check.simulate.caching_allocator import Block, CachingAllocator
+
 
 class Evidence(enum.IntEnum):
     """How sure the kind of a storage is; stronger evidence replaces weaker, and the first of equals stays."""
@@ -42,6 +45,7 @@ class MemoryBlock:
     pinned: bool = False  # Of the host, and ready for asynchronous copies
     released: bool = False  # Its memory was given back while tensors still refer to it
     watch: weakref.ref[torch.UntypedStorage] | None = None  # Tells of its end
+    reserved: Block | None = None  # Where the device's allocator has put it
 
 
 class MemoryItem(NamedTuple):
@@ -54,9 +58,14 @@ class MemoryItem(NamedTuple):
 
 
 class MemoryTracker:
-    """Follows the sizes of all storages that it was shown, until they are freed."""
+    """Follows the sizes of all storages that it was shown, until they are freed.
 
-    def __init__(self) -> None:
+    Args:
+        allocator: Gives them memory, for the current stream of the simulated device; None for the host.
+    """
+
+    def __init__(self, allocator: CachingAllocator | None = None) -> None:
+        self.allocator = allocator
         self.current_bytes = 0  # What all live storages hold now
         self.peak_bytes = 0  # The most that they held at any one time since `restart()`
         self._live: dict[int, MemoryBlock] = {}  # by the identity of the storage, which is stable as long as it lives
@@ -116,7 +125,9 @@ class MemoryTracker:
         return sorted(items, key=lambda item: -item.copies * item.num_bytes)
 
     def restart(self) -> None:
-        """Forgets the past: the current bytes are the first peak."""
+        """Forgets the past: the current bytes are the first peak. The allocator keeps its segments."""
+        if self.allocator is not None:
+            self.allocator.peak_reserved_bytes = self.allocator.reserved_bytes
         self._blocks = list(self._live.values())
         self._changed, self._deltas = array("q"), array("q")
         for number, block in enumerate(self._blocks):
@@ -148,6 +159,11 @@ class MemoryTracker:
     def _change(self, block: MemoryBlock, num_bytes: int) -> None:
         delta = num_bytes - block.num_bytes
         block.num_bytes = num_bytes
+        if self.allocator is not None:
+            if block.reserved is not None:
+                self.allocator.free(block.reserved)
+            stream = device_streams.current_stream().stream_id
+            block.reserved = self.allocator.allocate(num_bytes, stream) if num_bytes else None
         self._changed.append(block.number)
         self._deltas.append(delta)
         self.current_bytes += delta

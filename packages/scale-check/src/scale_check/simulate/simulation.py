@@ -5,10 +5,13 @@ have sizes but no memory, among ranks that do not exist, and the simulation coun
 sent. A change that keeps a buffer alive too long, or gathers twice, shows as other numbers. Where shards or optimizer
 state are on the host, a simulated accelerator keeps the two memories apart.
 
-Not counted: the transport's own buffers, the fragmentation of the device's allocator (1.5 to 4 GiB, or 5 to 10 %), the
-rounding of pinned host memory (up to the next power of two, unless PYTORCH_ALLOC_CONF sets its
-`pinned_max_round_threshold_mb`), memory that is held until a side stream has caught up, and values. Counted too much:
-gradients of one tensor that torch adds up in place are added beside each other while operators are watched.
+On the simulated accelerator every storage also gets a place from a model of torch's caching allocator. So what the
+device must reserve is counted too, which is more than what tensors take.
+
+Not counted: the transport's own buffers, the rounding of pinned host memory (up to the next power of two, unless
+PYTORCH_ALLOC_CONF sets its `pinned_max_round_threshold_mb`), memory that is held until a side stream has caught up, and
+values. Counted too much: gradients of one tensor that torch adds up in place are added beside each other while
+operators are watched.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_check.simulate import ddp
 from scale_check.simulate import fake_device as stand_in
+from scale_check.simulate.caching_allocator import CachingAllocator
 from scale_check.simulate.device_streams import StreamOrder
 from scale_check.simulate.memory import Evidence, Memory, MemoryBlock, MemoryTracker, tensors_with_memory
 from scale_check.simulate.races import Race, RaceChecker, RaceError
@@ -102,7 +106,8 @@ class Simulation(Memory):
         self.device = device
         self.collectives: list[Collective] = []
         self._check = check
-        super().__init__(MemoryTracker(), self._claim_flat_buffers)
+        self._allocator = None if device.type == "cpu" else CachingAllocator()
+        super().__init__(MemoryTracker(self._allocator), self._claim_flat_buffers)
         # By type of device, the device itself first.
         self._memories = {device.type: self._tracker}
         self._memories.setdefault("cpu", MemoryTracker())
@@ -114,6 +119,40 @@ class Simulation(Memory):
     @property
     def races(self) -> list[Race]:
         return [] if self._checker is None else list(self._checker.races)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the device's caching allocator has reserved now, as `torch.cuda.memory_reserved()` counts it.
+
+        Raises:
+            ValueError: The simulation is of the host alone.
+        """
+        return self._caching_allocator().reserved_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most that it had reserved since `restart()`: `torch.cuda.max_memory_reserved()`, in bytes.
+
+        Raises:
+            ValueError: The simulation is of the host alone.
+        """
+        return self._caching_allocator().peak_reserved_bytes
+
+    def empty_cache(self) -> None:
+        """Gives back what the allocator has reserved and no tensor uses, as `torch.cuda.empty_cache()` does.
+
+        Raises:
+            ValueError: The simulation is of the host alone.
+        """
+        self._caching_allocator().empty_cache()
+
+    def _caching_allocator(self) -> CachingAllocator:
+        if self._allocator is None:
+            raise ValueError(
+                "this simulation is of the host alone, which has no caching allocator: write "
+                f"simulate(..., device='{compat.STAND_IN}') and make the model there"
+            )
+        return self._allocator
 
     def on(self, device: torch.device | str) -> Memory:
         """Returns the memory of the host, "cpu", or of `device`.
@@ -154,12 +193,8 @@ class Simulation(Memory):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Inside, tensors are real and nothing is booked: for code that asks for values, such as a `DeviceMesh`."""
-        self._aside += 1
-        try:
-            with compat.without_fake_tensors():
-                yield
-        finally:
-            self._aside -= 1
+        with self._not_counting(), compat.without_fake_tensors():
+            yield
 
     def report(self) -> str:
         """A table of the peak by kind, for each memory, and of what was sent, by collective and phase."""
@@ -170,6 +205,8 @@ class Simulation(Memory):
             lines += [f"{f'rank {self.rank} of {self.world_size}{where}':<32}{'GiB':>12}"]
             lines += [f"  {kind:<30}{size / _GIB:12.3f}" for kind, size in memory.peak_by_kind.items()]
             lines += [f"  {'peak':<30}{memory.peak_bytes / _GIB:12.3f}"]
+            if self._allocator is not None and name != "cpu":
+                lines += [f"  {'reserved by the allocator':<30}{self.peak_reserved_bytes / _GIB:12.3f}"]
         lines += [f"{'sent':<32}{'GiB':>12}{'calls':>8}"]
         sent: Counter[str] = Counter()
         calls: Counter[str] = Counter()
@@ -181,6 +218,14 @@ class Simulation(Memory):
         return "\n".join(lines)
 
     # From here on: what the hooks of `simulate` call.
+
+    @contextmanager
+    def _not_counting(self) -> Iterator[None]:
+        self._aside += 1
+        try:
+            yield
+        finally:
+            self._aside -= 1
 
     def _close(self) -> None:
         for tracker in self._memories.values():
@@ -397,6 +442,8 @@ def track_memory(simulation: Simulation) -> Iterator[Simulation]:
     with ExitStack() as stack:
         stack.callback(simulation._close)
         stack.enter_context(compat.watching_resizes(simulation._resized))
+        # DTensor asks for the shapes of results with tensors of the whole size, which a real run does not allocate.
+        stack.enter_context(compat.around_dtensor_shapes(simulation._not_counting))
         # Backward passes run on this thread, in one order, and an error in them keeps its traceback.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.callback(register_module_forward_pre_hook(simulation._before_forward).remove)

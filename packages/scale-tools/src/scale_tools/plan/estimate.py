@@ -86,6 +86,8 @@ class Estimate:
         bytes_sent: Bytes that the rank sends in a step, by collective.
         work: What the time of a step follows from, where it is not simulated.
         seconds: The time of a step on simulated streams; None where the model does not run there.
+        reserved_bytes: What torch's allocator reserves of the device, more than what tensors take; None for a pipeline
+            and where the model does not run on simulated streams.
         at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
             nothing more was looked at.
         problem: Why the model can't be trained so; "" where it can.
@@ -97,6 +99,7 @@ class Estimate:
     bytes_sent: dict[str, int] = field(default_factory=dict)
     work: StepWork | None = None
     seconds: float | None = None
+    reserved_bytes: int | None = None
     at_least_bytes: int = 0
     problem: str = ""
 
@@ -158,11 +161,21 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         if isinstance(optimizer, OSS):
             updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // dims.size("loss")
         estimate = _read(strategy, simulation, operators, updated, dims, replica.offloaded_bytes)
-    return replace(estimate, seconds=replica_seconds(planned, strategy, options))
+    streamed = step_on_streams(planned, strategy, options)
+    if streamed is None:
+        return estimate
+    return replace(estimate, seconds=streamed.seconds, reserved_bytes=streamed.reserved_bytes)
 
 
-def replica_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float | None:
-    """The time of the third step on simulated streams; None where the model does not run there."""
+class StreamedStep(NamedTuple):
+    """The third step of a replica on simulated streams: its time, and what the allocator had reserved until its end."""
+
+    seconds: float
+    reserved_bytes: int
+
+
+def step_on_streams(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> StreamedStep | None:
+    """Runs three steps on simulated streams; None where the model does not run there."""
     asked, rates = strategy.parallel_options(options.precision), rates_of(options, strategy.ranks)
     try:
         with simulate(world_size=strategy.ranks, device="sim", check=False) as simulation:
@@ -170,10 +183,12 @@ def replica_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOpti
                 dims = dims_of(asked)
             with durations(simulation, rates.of_streams()) as clocks:
                 replica = _replica(planned, strategy, options, dims, simulation)
+                simulation.empty_cache()  # Of the whole model, which fully_shard makes unit by unit.
+                simulation.restart()
                 for _ in range(3):
                     clocks.host = begin = clocks.now
                     replica.step()
-                return clocks.now - begin
+                return StreamedStep(clocks.now - begin, simulation.peak_reserved_bytes)
     except (ValueError, TypeError, RuntimeError):  # For example, an operator has no kernel there.
         return None
 

@@ -78,7 +78,7 @@ class PlanOptions:
     and attention (selective). With offload, what does not fit is planned again with activations on the host, if fsdp
     shards."""
     margin: float = 0.1
-    """Share of the device's memory to leave free, for its allocator and the transport."""
+    """Share of the device's memory that tensors leave free, for its allocator and the transport."""
     tflops: float = 200.0
     """10^12 operations per second that a device reaches in matrix products."""
     attention_tflops: float | None = None

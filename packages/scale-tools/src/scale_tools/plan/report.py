@@ -68,7 +68,7 @@ def print_plan(
     units = _Units.of(rows)
     table = Table(title=f"{units.memory[0]} of one rank at its peak", title_justify="left")
     table.add_column("way to train", no_wrap=True)
-    for name in ("ranks", "fits", "peak", "params", "grads", "optim", "gathered", "activations", "host"):
+    for name in ("ranks", "fits", "peak", "reserved", "params", "grads", "optim", "gathered", "activations", "host"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in (f"sent {units.sent[0]}", f"step {units.seconds[0]}", "tokens/s", "device s/M tokens"):
         table.add_column(name, justify="right")
@@ -83,7 +83,8 @@ def print_plan(
         further = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
         console.print(f"{titles[0]}{further}: {problem}", markup=False)
     console.print(
-        f"Fits: with {options.margin:.0%} of the device left free, and {options.host_memory} of a host. Step: "
+        f"Fits: with {options.margin:.0%} of the device left free, and {options.host_memory} of a host. Reserved: by "
+        "torch's allocator, with what it keeps for later. Step: "
         f"--tflops {options.tflops:g}, --attention-tflops {attention_tflops(options):g}, --link "
         f"{options.link:g}, --host-link {options.host_link:g}, --memory-bandwidth "
         f"{options.memory_bandwidth:g}, --host-bandwidth {options.host_bandwidth:g}; a model for comparing, not a "
@@ -119,15 +120,16 @@ def _cells(row: PlanRow, options: PlanOptions, units: _Units) -> list[str]:
     found, size = row.found, units.memory[1]
     head = [found.strategy.title, str(found.strategy.ranks)]
     if found.problem:
-        return [*head, "no", *[""] * 11]
+        return [*head, "no", *[""] * 12]
     if found.work is None:
-        return [*head, "no", f"> {found.at_least_bytes / size:.1f}", *[""] * 10]
+        return [*head, "no", f"> {found.at_least_bytes / size:.1f}", *[""] * 11]
     columns = [f"{num_bytes / size:.2f}" for num_bytes in by_column(found.peak_by_kind).values()]
     assert row.seconds is not None and row.device_seconds is not None
     return [
         *head,
         "yes" if row.fits else "host" if row.reason.startswith("host") else "no",
         f"{found.peak_bytes / size:.2f}",
+        "" if found.reserved_bytes is None else f"{found.reserved_bytes / size:.2f}",
         *columns,
         f"{found.host_bytes / size:.1f}" if found.host_bytes else "",
         f"{sum(found.bytes_sent.values()) / units.sent[1]:.2f}",
@@ -161,6 +163,7 @@ def _row_as_json(row: PlanRow) -> dict[str, Any]:
         "reason": row.reason,
         "peak_bytes": found.peak_bytes,
         "peak_is_lower_bound": found.work is None and not found.problem,
+        "peak_reserved_bytes": found.reserved_bytes,
         "peak_by_kind": found.peak_by_kind,
         "host_peak_by_kind": found.host_peak_by_kind,
         "bytes_sent": found.bytes_sent,

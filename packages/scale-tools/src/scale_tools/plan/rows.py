@@ -28,7 +28,7 @@ class PlanRow:
 
 
 def judge(planned: PlannedModel, found: Estimate, options: PlanOptions) -> PlanRow:
-    """Returns the row of an estimate: whether it fits with the margin, its time and its cost."""
+    """Returns the row of an estimate: whether it fits with the margin and the allocator, its time and its cost."""
     memory = parse_bytes("--device-memory", options.device_memory)
     strategy = found.strategy
     if found.problem:
@@ -39,6 +39,8 @@ def judge(planned: PlannedModel, found: Estimate, options: PlanOptions) -> PlanR
     reason = ""
     if found.peak_bytes > usable:
         reason = f"{found.peak_bytes / GIB:.1f} GiB of {usable / GIB:.1f}"
+    elif (found.reserved_bytes or 0) > memory:
+        reason = f"the allocator reserves {(found.reserved_bytes or 0) / GIB:.1f} GiB of {memory / GIB:.1f}"
     elif host > parse_bytes("--host-memory", options.host_memory):
         reason = f"host: {host / GIB:.0f} GiB for {per_host} ranks"
     seconds = found.seconds

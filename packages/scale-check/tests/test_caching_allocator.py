@@ -1,0 +1,143 @@
+"""caching_allocator.py: what torch's allocator reserves of a device, and its use by a simulation."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from scale_check.simulate import simulate
+from scale_check.simulate.caching_allocator import Block, CachingAllocator
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "segment"),
+    [
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 12 * MIB),
+        (200 * MIB - 1, 200 * MIB),
+    ],
+)
+def test_a_size_decides_the_size_of_its_segment(num_bytes: int, segment: int) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(num_bytes)
+    assert allocator.reserved_bytes == segment
+
+
+@pytest.mark.parametrize(("num_bytes", "taken"), [(1, 512), (512, 512), (513, 1024), (3 * MIB, 3 * MIB)])
+def test_sizes_are_rounded_up_to_512_bytes(num_bytes: int, taken: int) -> None:
+    allocator = CachingAllocator()
+    allocator.allocate(num_bytes)
+    assert allocator.allocated_bytes == taken
+
+
+def test_a_freed_block_serves_its_stream_alone() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB, stream=1))
+    allocator.allocate(30 * MIB, stream=1)
+    assert allocator.reserved_bytes == 30 * MIB
+    allocator.allocate(30 * MIB, stream=2)
+    assert allocator.reserved_bytes == 60 * MIB
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(29, 30), (28, 28)], ids=["a rest of 1 MiB", "a rest of 2 MiB"])
+def test_a_large_block_keeps_a_rest_of_1_mib(asked: int, taken: int) -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB))
+    allocator.allocate(asked * MIB)
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (taken * MIB, 30 * MIB)
+
+
+def test_the_smallest_free_block_that_is_enough_is_taken() -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(size * MIB) for size in (50, 20, 30)]
+    for block in blocks:
+        allocator.free(block)
+    assert allocator.allocate(20 * MIB).address == blocks[1].address
+    assert allocator.allocate(20 * MIB).address == blocks[2].address
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_free_neighbors_become_one_block(order: tuple[int, int]) -> None:
+    allocator = CachingAllocator()
+    blocks = [allocator.allocate(4 * MIB) for _ in range(5)]  # One segment of 20 MiB.
+    for index in order:
+        allocator.free(blocks[index])
+    assert allocator.allocate(8 * MIB).address == 0
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_an_emptied_cache_gives_back_only_unused_segments() -> None:
+    allocator = CachingAllocator()
+    kept, other = allocator.allocate(4 * MIB), allocator.allocate(4 * MIB)
+    large = allocator.allocate(40 * MIB)
+    allocator.free(other)
+    allocator.free(large)
+    allocator.empty_cache()
+    assert (allocator.reserved_bytes, allocator.peak_reserved_bytes) == (20 * MIB, 60 * MIB)
+    allocator.free(kept)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+def test_blocks_in_use_never_overlap() -> None:
+    chance, allocator = random.Random(0), CachingAllocator()
+    in_use: list[Block] = []
+    for _ in range(3000):
+        if in_use and chance.random() < 0.5:
+            allocator.free(in_use.pop(chance.randrange(len(in_use))))
+        else:
+            in_use.append(allocator.allocate(chance.choice([700, MIB, 3 * MIB, 15 * MIB]), chance.randrange(2)))
+        places = sorted((block.address, block.address + block.num_bytes) for block in in_use)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
+        assert allocator.allocated_bytes == sum(block.num_bytes for block in in_use) <= allocator.reserved_bytes
+    for block in in_use:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
+
+
+@pytest.mark.simulation
+def test_a_simulation_reserves_by_stream_and_keeps_segments() -> None:
+    with simulate(device="sim") as simulation:
+        side = torch.Stream(device="sim")
+        del_me = torch.empty(30 * MIB, dtype=torch.uint8, device="sim")
+        del del_me
+        with side:
+            on_side = torch.empty(30 * MIB, dtype=torch.uint8, device="sim")
+        assert (simulation.current_bytes, simulation.reserved_bytes) == (30 * MIB, 60 * MIB)
+        del on_side
+        simulation.restart()
+        assert (simulation.peak_bytes, simulation.peak_reserved_bytes) == (0, 60 * MIB)
+        simulation.empty_cache()
+        simulation.restart()
+        assert simulation.peak_reserved_bytes == 0
+        assert "reserved by the allocator" in simulation.report()
+
+
+@pytest.mark.simulation
+def test_a_simulation_of_the_host_has_no_allocator() -> None:
+    with simulate() as simulation, pytest.raises(ValueError, match="device='sim'"):
+        _ = simulation.reserved_bytes
+
+
+@pytest.mark.simulation
+def test_shapes_that_dtensor_asks_for_take_no_memory() -> None:
+    with simulate(world_size=4, device="sim") as simulation:
+        with simulation.aside():
+            mesh = init_device_mesh("sim", (4,))
+        tensor = distribute_tensor(torch.zeros(4, 1000, device="sim"), mesh, [Shard(0)])
+        simulation.restart()
+        result = tensor + 1
+        assert simulation.peak_bytes == simulation.current_bytes == 2 * 4000
+        del result
