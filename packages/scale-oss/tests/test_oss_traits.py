@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from scale_core.errors import ContractError
 from scale_core.optim.joint_update import has_joint_update
@@ -236,3 +237,20 @@ def test_an_optimizer_that_sums_over_ranks_is_right() -> None:
         param.grad = torch.ones(8)
     optimizer.step()
     assert all(torch.equal(param, torch.full((8,), -0.25)) for param in params)
+
+
+def test_a_trial_calls_no_hooks_of_the_program() -> None:
+    seen: list[Optimizer] = []
+    handles = (
+        register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer)),
+    )
+    try:
+        assert has_joint_update(_NormalizedSGD, {}) and seen == []
+        param = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        optimizer.step()
+        assert seen == [optimizer, optimizer]
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -508,6 +508,23 @@ def watching_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> I
 
 
 @contextmanager
+def without_step_hooks() -> Iterator[None]:
+    """Inside, optimizers step without the hooks that a program has registered for all optimizers."""
+    from torch.optim import optimizer
+
+    module: Any = optimizer
+    hooks = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
+
+
+@contextmanager
 def around_dtensor_shapes(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Inside, DTensor computes the shapes of its results, with fake tensors of the whole size, in `context()`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from scale_core import compat
 from scale_core.shard import as_local
 
 _NUM_STEPS = 3  # The first one only measures in D-Adaptation and its relatives.
@@ -50,6 +51,7 @@ def has_joint_update(optim_class: type[Optimizer], defaults: Mapping[str, Any]) 
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
             redirect_stdout(io.StringIO()),
+            compat.without_step_hooks(),
             _WithoutMessages(),  # type: ignore[no-untyped-call]
         ):
             warnings.simplefilter("ignore")
