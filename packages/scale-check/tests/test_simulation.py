@@ -433,6 +433,7 @@ def test_the_report_shows_each_memory() -> None:
         "rank 0 of 1 on sim                       GiB",
         "  activations                          2.000",
         "  peak                                 2.000",
+        "  reserved by the allocator            2.000",
         "rank 0 of 1 on cpu                       GiB",
         "  shards                               4.000",
         "  peak                                 4.000",

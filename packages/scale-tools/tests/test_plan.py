@@ -551,7 +551,7 @@ def test_activations_go_to_the_host_where_they_do_not_fit(
     wide = ["--width", "128", "--sequence", "128", "--only", "fsdp", "--activations", "keep", "offload"]
     roomy = run_json(capsys, *wide)
     (kept,) = roomy["strategies"]
-    budget = int(kept["peak_bytes"] * 0.8)
+    budget = int(kept["peak_bytes"] * 0.9)  # The allocator keeps a segment more than the tensors of so small a model.
     tight = run_json(capsys, *wide, "--device-memory", f"{budget}B", "--margin", "0")
     kept, offloaded = tight["strategies"]
     assert not kept["fits"] and offloaded["fits"] and offloaded["title"] == "fsdp, activations offloaded"
