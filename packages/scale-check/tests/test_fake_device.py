@@ -255,3 +255,14 @@ def test_another_torch_is_refused_before_taking_the_device_type(monkeypatch: pyt
     monkeypatch.setattr(torch, "__version__", "2.10.0")
     with pytest.raises(RuntimeError, match=r"torch 2\.11 to 2\.15, but this is torch 2\.10\.0"), stand_in.available():
         pass
+
+
+def test_tensors_of_given_numbers_are_made_on_the_device() -> None:
+    with simulate(device="sim") as simulation:
+        numbers = [torch.tensor(0, device="sim"), torch.as_tensor([1.0, 2.0], device="sim")]
+        assert [each.device for each in numbers] == [simulation.device] * 2
+        with torch.device("sim"):
+            model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4))
+            model(torch.randn(3, 2, 8)).sum().backward()
+        assert simulation.on("cpu").current_bytes == 0
+        assert all(param.grad is not None for param in model.parameters())

@@ -365,7 +365,12 @@ def fake_tensors() -> AbstractContextManager[object]:
     require_simulation()
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    mode: AbstractContextManager[object] = FakeTensorMode()
+    class Mode(FakeTensorMode):
+        # With True, `torch.tensor(0, device="sim")` makes a tensor of the host and moves it. The stand-in has no kernel
+        # that would make it in its own memory.
+        avoid_device_init = True
+
+    mode: AbstractContextManager[object] = Mode()
     return mode
 
 
