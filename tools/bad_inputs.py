@@ -253,7 +253,6 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "scale_snapshot.convert.open_checkpoint": lambda: {"path": torch_saved()},
     "scale_adascale.AdaScale": lambda: {"optimizer": SGD(params(), lr=0.1)},
     "scale_adascale.AdaScaleOptions": dict,
-    "scale_adascale.AdaScaleWrapper": lambda: {"params": params(), "lr": 0.1},
     "scale_adascale.GainScheduler": scheduler_and_optimizer,
     "scale_adascale.fit_speed": lambda: {"seconds": {8: 0.1, 16: 0.2}},
     "scale_adascale.halves": lambda: {"batch": x},

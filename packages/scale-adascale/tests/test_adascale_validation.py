@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from scale_adascale import AdaScale, AdaScaleOptions, AdaScaleWrapper, fit_speed, until_steps
+from scale_adascale import AdaScale, AdaScaleOptions, fit_speed, until_steps
 from scale_core.hooks.autograd import register_post_backward
 from scale_core.uneven_inputs import LossShare
 
@@ -197,12 +197,6 @@ def test_a_wrong_argument_is_named_before_the_optimizer_changes() -> None:
         (AdaScale, (optimizer,), {"debias_ewma": None}, "AdaScale: expected debias_ewma to be a bool, got None"),
         (AdaScaleOptions, (), {"grad_scaler": 1.0}, "AdaScaleOptions: expected grad_scaler to be a GradScaler or None"),
         (AdaScale, (optimizer,), {"power": 1.0}, r"write options=AdaScaleOptions\(power=...\)"),
-        (
-            AdaScaleWrapper,
-            (model.parameters(),),
-            {"optim_cls": optimizer},
-            "expected optim_cls to be a class, got SGD; write SGD for",
-        ),
         (until_steps, ("text", scaled, 1), {}, "until_steps: expected batches to be a collection"),
         (fit_speed, ([0.1],), {}, "fit_speed: expected seconds to be a mapping, got list of float"),
     ]

@@ -1,4 +1,4 @@
-"""The optimizer and AdaScale around it in one call."""
+"""AdaScale is an optimizer around another one: what it shows of that, and what it refuses."""
 
 from __future__ import annotations
 
@@ -13,20 +13,7 @@ from adascale_cases import backward, build, linear, net, noise, run_passes, two_
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from scale_adascale import AdaScale, AdaScaleWrapper
-
-
-def test_the_wrapper_builds_what_adascale_wraps():
-    """FairScale's passes `debias_ewma` on in the place of `is_scaled_loss`."""
-    model = linear()
-    optimizer = AdaScaleWrapper(
-        model.parameters(), num_gradients_to_accumulate=2, debias_ewma=False, optim_cls=AdamW, lr=0.3
-    )
-    assert type(optimizer.optimizer) is AdamW and optimizer.param_groups[0]["lr"] == 0.3
-    assert optimizer._settings.is_scaled_loss is True and optimizer._settings.debias is False
-    backward(model, [1.0, 0.0], [0.0, 1.0])
-    optimizer.step()
-    assert optimizer.gain() == pytest.approx(2.0)
+from scale_adascale import AdaScale
 
 
 def test_a_copy_or_a_pickle_is_refused():

@@ -1,7 +1,6 @@
 """Large batches without retuning: AdaScale for PyTorch, exact under every sharding.
 
-`adascale` is the optimizer; read it first. `options` has what it takes beyond FairScale's arguments, and
-`adascale_wrapper` builds the inner optimizer, too. Below it:
+`adascale` is the optimizer; read it first. `options` has what it takes beyond FairScale's arguments. Below it:
 
 - `gain`, `noise_scale`, `batch_size`: the formulas, numbers in and numbers out;
 - `measurement/`: from each local gradient to the sums over all ranks, and the estimates of one step;
@@ -14,7 +13,6 @@
 import logging
 
 from scale_adascale.adascale import AdaScale
-from scale_adascale.adascale_wrapper import AdaScaleWrapper
 from scale_adascale.batch_size import Suggestion, fit_speed, halves, legw, linear, square_root, suggest_batch_size
 from scale_adascale.gain_scheduler import GainScheduler, until_steps
 from scale_adascale.noise_scale import NoiseScale
@@ -26,7 +24,6 @@ __version__ = "2026.11.0"
 __all__ = [
     "AdaScale",
     "AdaScaleOptions",
-    "AdaScaleWrapper",
     "GainScheduler",
     "NoiseScale",
     "Suggestion",

@@ -46,7 +46,7 @@ from scale_core.errors import renamed_arguments
 from scale_core.shard import as_local
 from scale_core.state.param_ownership import ParamSlice
 
-OPTIONS = {field.name: f"options=AdaScaleOptions({field.name}=...)" for field in fields(AdaScaleOptions)}
+_OPTIONS = {field.name: f"options=AdaScaleOptions({field.name}=...)" for field in fields(AdaScaleOptions)}
 
 
 class AdaScale(Optimizer):
@@ -101,7 +101,7 @@ class AdaScale(Optimizer):
     listens_to_gradients = True  # OSS refuses a class that has this: no backward brings gradients to its pieces.
 
     @checked_arguments(own="optimizer scale smoothing num_gradients_to_accumulate")
-    @renamed_arguments(**OPTIONS)
+    @renamed_arguments(**_OPTIONS)
     def __init__(
         self,
         optimizer: Optimizer,
