@@ -139,9 +139,9 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 def tensor_on(device: torch.device, values: Sequence[Any], dtype: torch.dtype | None = None) -> Tensor:
     """Returns numbers on a device; on CUDA the host does not wait for their copy, as it would in `torch.tensor`."""
     if device.type != "cuda":  # A tensor without memory, as in a simulation, can be pinned by an operator alone.
-        tensor = torch.tensor(values, dtype=dtype)
+        tensor = torch.tensor(values, dtype=dtype, device=_HOST)
         return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=dtype, device=_HOST, pin_memory=True).to(device, non_blocking=True)
 
 
 def copy_over(tensor: Tensor, device: torch.device, stream: Stream) -> Tensor:
