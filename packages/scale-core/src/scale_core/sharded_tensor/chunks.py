@@ -7,6 +7,7 @@ inside a row, the elements are several chunks: `chunks_of` says which, `cut_in_c
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,6 +29,23 @@ class Chunk(NamedTuple):
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    def intersection(self, other: Chunk) -> Chunk | None:
+        """The elements that are in both; None if there are none."""
+        ranges = [(max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*self, *other, strict=True)]
+        if any(begin >= end for begin, end in ranges):
+            return None
+        return Chunk(tuple(begin for begin, _ in ranges), tuple(end - begin for begin, end in ranges))
+
+    def relative_to(self, outer: Chunk) -> Chunk:
+        """The same elements, counted from where the outer chunk begins."""
+        return Chunk(tuple(map(operator.sub, self.offsets, outer.offsets)), self.sizes)
+
+    def view_of(self, tensor: Tensor) -> Tensor:
+        """Its elements of a tensor, as a view."""
+        for dim, (offset, size) in enumerate(zip(*self, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
 
 
 def chunks_of(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:

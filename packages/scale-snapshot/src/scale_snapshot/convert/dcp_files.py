@@ -152,10 +152,7 @@ def _reader(
                 raise ValueError(
                     f"{folder / info.relative_path}: the chunk of {name} at {offsets} is no {sizes} {dtype}"
                 )
-            view = full
-            for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
-                view = view.narrow(dim, offset, length)
-            view.copy_(part)
+            Chunk(offsets, sizes).view_of(full).copy_(part)
         return full
 
     return read

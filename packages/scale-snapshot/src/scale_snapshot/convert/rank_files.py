@@ -332,10 +332,7 @@ def _from_shards(files: Sequence[Path], name: str, values: Sequence[Any]) -> Any
     def read() -> Tensor:
         full = torch.empty(shape, dtype=dtype)
         for offsets, tensor in shards:
-            view = full
-            for dim, offset in enumerate(offsets):
-                view = view.narrow(dim, offset, tensor.shape[dim])
-            view.copy_(tensor)
+            Chunk(offsets, tuple(tensor.shape)).view_of(full).copy_(tensor)
         return full
 
     return LazyTensor(shape, dtype, read)

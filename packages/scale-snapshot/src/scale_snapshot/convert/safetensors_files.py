@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from scale_snapshot.convert.lazy_tensor import LazyTensor
 from scale_snapshot.convert.naming import SNAPSHOT_MARK
 from scale_snapshot.foreign import index_of
-from scale_snapshot.format.safetensors_io import DTYPES
+from scale_snapshot.format.safetensors_io import StoredTensor, memory_of, read_entries, read_metadata
+from scale_snapshot.format.stored_file import opened
 
 
 def read_safetensors_file(path: Path) -> dict[str, Any]:
@@ -20,37 +23,37 @@ def read_safetensors_file(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is damaged, or has a dtype that torch does not know.
     """
-    tree: dict[str, Any] = {}
+    actual = Path(os.path.realpath(path))  # A folder of the hub's cache has links, and reading follows none.
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # it is no dict
-                part = file.get_slice(name)
-                shape, word = tuple(part.get_shape()), part.get_dtype()
-                if word not in DTYPES:
-                    raise ValueError(f"{path}: {name} has the dtype {word}, expected one of {', '.join(DTYPES)}")
-                tree[name] = LazyTensor(shape, DTYPES[word], _reader(path, name))
-            mark = (file.metadata() or {}).get(SNAPSHOT_MARK)
-    except SafetensorError as error:
+        with opened(actual) as file:
+            tensors, mark = read_entries(file), read_metadata(file).get(SNAPSHOT_MARK)
+    except (ValueError, KeyError, TypeError, EOFError) as error:
         raise ValueError(f"{path} is not a complete safetensors file: {error}") from error
+    tree: dict[str, Any] = {
+        stored.entry.name: LazyTensor(stored.entry.shape, stored.entry.dtype, _reader(actual, stored))
+        for stored in tensors
+    }
     return tree if mark is None else {**tree, SNAPSHOT_MARK: mark}
 
 
 def read_safetensors_folder(folder: Path) -> dict[str, Any]:
-    """Returns the tensors of all files of a folder by name.
+    """Returns the tensors of all files of a folder by name; raises as `read_files_of_folder` does."""
+    return read_files_of_folder(folder, [path.name for path in folder.glob("*.safetensors")], read_safetensors_file)
+
+
+def read_files_of_folder(folder: Path, names: Sequence[str], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """Returns the tensors of all files of a folder by name: of those that its index names, or else of `names`.
 
     Raises:
-        ValueError: A file is missing or damaged, a tensor stands in two of them, or in another one than the index says.
+        ValueError: A file is missing or damaged, a tensor is in two of them, or in another file than the index says.
     """
     index = index_of(folder)
-    files = (
-        sorted({*index.values()}) if index is not None else sorted(path.name for path in folder.glob("*.safetensors"))
-    )
     tree: dict[str, Any] = {}
-    for name in files:
+    for name in sorted(names if index is None else {*index.values()}):
         if not (folder / name).is_file():
             why = "it is a link to nothing" if index is None else "the index of the folder names it"
             raise ValueError(f"{folder / name} is missing, and {why}: copy the file there again")
-        part = read_safetensors_file(folder / name)
+        part = read(folder / name)
         if twice := tree.keys() & part.keys() - {SNAPSHOT_MARK}:
             raise ValueError(f"{min(twice)} is in {name} and in another file of {folder}: convert one file alone")
         wrong = [key for key in part if index is not None and key != SNAPSHOT_MARK and index.get(key) != name]
@@ -62,10 +65,12 @@ def read_safetensors_folder(folder: Path) -> dict[str, Any]:
     return tree
 
 
-def _reader(path: Path, name: str) -> Any:
+def _reader(path: Path, stored: StoredTensor) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        tensor = torch.empty(stored.entry.shape, dtype=stored.entry.dtype)
+        if tensor.nbytes:
+            with opened(path) as file:
+                file.read_into([memory_of(tensor)], stored.begin)
+        return tensor
 
     return read

@@ -78,7 +78,7 @@ class _VerifiedReader:
         for file, ranges in blocks.items():
             # The first block too, by which a file of another save is found out.
             needed = {0, *(block for first, last in ranges for block in range(first, last))}
-            new[file] = ranges_of(sorted(needed - self._verified.get(file, set())))
+            new[file] = ranges_of(needed - self._verified.get(file, set()))
             self._verified.setdefault(file, set()).update(needed)
         if damage := find_damage(self._directory, self._manifest, new):
             self._verified.clear()

@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from scale_snapshot.convert.lazy_tensor import LazyTensor
-from scale_snapshot.foreign import index_of
+from scale_snapshot.convert.safetensors_files import read_files_of_folder
 
 _DAMAGE = (RuntimeError, EOFError, LookupError, AttributeError, ImportError, TypeError, AssertionError, struct.error)
 """What torch.load raises on damaged files, besides ValueError."""
@@ -50,19 +51,8 @@ def read_torch_file(path: Path, *, trust: bool = False) -> dict[Any, Any]:
 
 def read_torch_folder(folder: Path, *, trust: bool = False) -> dict[Any, Any]:
     """Returns the tensors of a folder of `pytorch_model*.bin`, by name."""
-    index = index_of(folder)
-    files = (
-        sorted({*index.values()}) if index is not None else [path.name for path in folder.glob("pytorch_model*.bin")]
-    )
-    tree: dict[Any, Any] = {}
-    for name in files:
-        part = read_torch_file(folder / name, trust=trust)
-        if twice := tree.keys() & part.keys():
-            raise ValueError(f"{min(twice)} is in {name} and in another file of {folder}: expected it once")
-        tree.update(part)
-    if missing := (index or {}).keys() - tree.keys():
-        raise ValueError(f"{folder} has an index with {min(missing)}, which no file has")
-    return tree
+    names = [path.name for path in folder.glob("pytorch_model*.bin")]
+    return read_files_of_folder(folder, names, partial(read_torch_file, trust=trust))
 
 
 def load_object(path: Path, *, trust: bool = False, stand_ins: AbstractContextManager[object] | None = None) -> Any:

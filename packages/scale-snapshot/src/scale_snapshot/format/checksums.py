@@ -6,7 +6,7 @@ who forges a file and its checksum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import xxhash
 
@@ -53,16 +53,25 @@ def num_blocks(num_bytes: int, block_bytes: int) -> int:
     return -(-num_bytes // block_bytes)
 
 
-def ranges_of(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Sorted numbers as the ranges `[first, last)` that they form.
+def union_of(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The numbers that are in any of these ranges `[first, last)`: sorted ranges with gaps between them.
+
+    >>> union_of([(5, 6), (0, 2), (1, 3)])
+    [(0, 3), (5, 6)]
+    """
+    union: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if union and first <= union[-1][1]:
+            union[-1] = (union[-1][0], max(last, union[-1][1]))
+        else:
+            union.append((first, last))
+    return union
+
+
+def ranges_of(blocks: Iterable[int]) -> list[tuple[int, int]]:
+    """Numbers as the ranges `[first, last)` that they form.
 
     >>> ranges_of([0, 1, 2, 5])
     [(0, 3), (5, 6)]
     """
-    ranges: list[tuple[int, int]] = []
-    for block in blocks:
-        if ranges and ranges[-1][1] == block:
-            ranges[-1] = (ranges[-1][0], block + 1)
-        else:
-            ranges.append((block, block + 1))
-    return ranges
+    return union_of((block, block + 1) for block in blocks)

@@ -9,7 +9,6 @@ proved.
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -244,43 +243,15 @@ def _reads_of(key: str, held: Chunk, piece: Tensor, manifest: SavedChunks) -> li
     reads: list[Read] = []
     filled: list[Chunk] = []
     for saved_chunk in manifest.chunks[key]:
-        common = _intersection(saved_chunk.chunk, held)
+        chunk, dtype = saved_chunk.chunk, manifest.tensors[key].dtype
+        common = chunk.intersection(held)
         if common is not None:
-            into = piece
-            filled.append(_relative(common, held))
-            if common != held:
-                for dim, (offset, length) in enumerate(zip(*filled[-1], strict=True)):
-                    into = into.narrow(dim, offset, length)
-            part = _relative(common, saved_chunk.chunk)
-            reads.append(
-                Read(
-                    saved_chunk.file,
-                    saved_chunk.begin,
-                    saved_chunk.chunk.sizes,
-                    part,
-                    manifest.tensors[key].dtype,
-                    into,
-                )
-            )
+            filled.append(common.relative_to(held))
+            into = piece if common == held else filled[-1].view_of(piece)
+            part = common.relative_to(chunk)
+            reads.append(Read(saved_chunk.file, saved_chunk.begin, chunk.sizes, part, dtype, into))
     check_coverage(f"reading {key}", held.sizes, filled)
     return reads
-
-
-def _intersection(one: Chunk, other: Chunk) -> Chunk | None:
-    """The elements that are in both chunks; None if there are none."""
-    offsets, sizes = [], []
-    for a, m, b, n in zip(*one, *other, strict=True):
-        begin, end = max(a, b), min(a + m, b + n)
-        if begin >= end:
-            return None
-        offsets.append(begin)
-        sizes.append(end - begin)
-    return Chunk(tuple(offsets), tuple(sizes))
-
-
-def _relative(chunk: Chunk, outer: Chunk) -> Chunk:
-    """A chunk as it lies in an outer one."""
-    return Chunk(tuple(map(operator.sub, chunk.offsets, outer.offsets)), chunk.sizes)
 
 
 def _check_has_memory(key: str, place: Tensor) -> None:

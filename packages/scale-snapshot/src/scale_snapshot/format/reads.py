@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from scale_core.sharded_tensor.chunks import Chunk
+from scale_snapshot.format.checksums import union_of
 from scale_snapshot.format.safetensors_io import memory_of
 from scale_snapshot.format.stored_file import StoredFile, opened
 
@@ -79,15 +80,10 @@ class Read:
 def blocks_of(reads: Iterable[Read], block_bytes: int) -> dict[str, list[tuple[int, int]]]:
     """The blocks of each file in which the reads are, as ranges `[first, last)` in order."""
     blocks: dict[str, list[tuple[int, int]]] = {}
-    for read in sorted(reads, key=lambda read: (read.file, read.span)):
+    for read in reads:
         begin, end = read.span
-        first, last = begin // block_bytes, -(-end // block_bytes)
-        ranges = blocks.setdefault(read.file, [])
-        if ranges and first <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(last, ranges[-1][1]))
-        else:
-            ranges.append((first, last))
-    return blocks
+        blocks.setdefault(read.file, []).append((begin // block_bytes, -(-end // block_bytes)))
+    return {name: union_of(blocks[name]) for name in sorted(blocks)}
 
 
 def read_tensors(path: Path, reads: Iterable[Read], progress: Callable[[int], None] = lambda num_bytes: None) -> None:

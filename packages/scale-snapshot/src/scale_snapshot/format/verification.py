@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scale_core.arguments import checked_arguments
 from scale_snapshot.errors import DamagedSnapshotError
-from scale_snapshot.format.checksums import BlockChecksums, ranges_of
+from scale_snapshot.format.checksums import BlockChecksums, ranges_of, union_of
 from scale_snapshot.format.metadata import Manifest, read_manifest
 from scale_snapshot.format.safetensors_io import read_entries, read_metadata
 from scale_snapshot.format.stored_file import StoredFile, is_damage, opened
@@ -159,15 +159,7 @@ def _union(reads: Sequence[BlockRanges]) -> dict[str, list[tuple[int, int]]]:
     for blocks in reads:
         for name, ranges in blocks.items():
             everything.setdefault(name, []).extend(ranges)
-    merged: dict[str, list[tuple[int, int]]] = {}
-    for name, ranges in everything.items():
-        into = merged.setdefault(name, [])
-        for first, last in sorted(ranges):
-            if into and first <= into[-1][1]:
-                into[-1] = (into[-1][0], max(last, into[-1][1]))
-            else:
-                into.append((first, last))
-    return merged
+    return {name: union_of(ranges) for name, ranges in everything.items()}
 
 
 def _gaps(ranges: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:

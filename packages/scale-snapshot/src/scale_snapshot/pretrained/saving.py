@@ -177,13 +177,14 @@ def _write(
     try:
         for name, chunk, tensor in parts:
             for piece in pieces.get(name, ()):
-                common = _intersection(chunk, piece.chunk)
+                common = chunk.intersection(piece.chunk)
                 if common is None:
                     continue
                 file, begin = layout.places[piece.name]
                 if file not in descriptors:
                     descriptors[file] = os.open(unfinished / file, os.O_WRONLY | os.O_CLOEXEC)
-                _write_part(descriptors[file], begin, piece.chunk, common, _taken(tensor, chunk, common))
+                elements = common.relative_to(chunk).view_of(tensor)
+                _write_part(descriptors[file], begin, piece.chunk, common, elements)
                 progress(tensor.nbytes)
         for descriptor in descriptors.values():
             os.fsync(descriptor)
@@ -191,22 +192,6 @@ def _write(
     finally:
         for descriptor in descriptors.values():
             os.close(descriptor)
-
-
-def _intersection(one: Chunk, other: Chunk) -> Chunk | None:
-    """The elements of both; None where there are none."""
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    common = [(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
-    if any(begin >= end for begin, end in common):
-        return None
-    return Chunk(tuple(begin for begin, _ in common), tuple(end - begin for begin, end in common))
-
-
-def _taken(tensor: Tensor, chunk: Chunk, part: Chunk) -> Tensor:
-    """The part of a chunk's elements."""
-    for dim, (offset, first, size) in enumerate(zip(part.offsets, chunk.offsets, part.sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset - first, size)
-    return tensor
 
 
 def _write_part(descriptor: int, begin: int, whole: Chunk, part: Chunk, elements: Tensor) -> None:
