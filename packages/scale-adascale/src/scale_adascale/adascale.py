@@ -79,8 +79,8 @@ class AdaScale(Optimizer):
             before each step.
         debias_ewma: Moving averages are divided by the part of them that was filled, as Adam does; otherwise they begin
             as plain means.
-        process_group: The ranks that have other data: all that share the gradients, the default group if None; of a
-            `DistributedPipe` over all ranks, this one alone. Of a ParallelDims these are the ranks of `loss`.
+        process_group: The ranks that have different data and share the gradients. None is the default group, or only
+            this rank if all ranks are stages of one `DistributedPipe`. A ParallelDims gives the ranks of `loss`.
         model_parallel_group: The ranks that have other parts of the model for the same data: the ranks of tensor and
             pipeline parallelism. None is the group over which parameters are split in addition to `process_group`, or
             the group of the `DistributedPipe`, if there is one. Of a ParallelDims these are the ranks of `pp` and `tp`.
@@ -351,10 +351,10 @@ class AdaScale(Optimizer):
 
         Args:
             scale: At least 1.
-            update_estimate: Multiply the averaged variance by old / new scale, as FairScale does. Where the batch grows
-                and the small batch that it is compared with stays, the variance of that one stays, too: pass False.
-                The noise scale is measured on the present batches: with True, passes are taken to have as many samples
-                as before, and the small batch to be the one of a step over `scale`.
+            update_estimate: Multiply the averaged variance by old / new scale, as FairScale does. If the batch grows
+                and the small batch stays, pass False, because then the variance of the small batch stays, too. The
+                noise scale is measured on the present batches. With True, each pass has the same number of samples as
+                before, and the small batch is a step's batch divided by `scale`.
 
         Raises:
             RuntimeError: More backward passes are to come before the next step.
@@ -367,7 +367,7 @@ class AdaScale(Optimizer):
         self._statistics.set_batch_geometry(scale=float(scale), is_small_batch_kept=not update_estimate)
 
     def set_num_gradients_to_accumulate(self, num_gradients_to_accumulate: int, update_smoothing: bool = True) -> None:
-        """Changes the number of backward passes between two steps; the scale mostly has to be set, too.
+        """Changes the number of backward passes between two steps. You usually have to set the scale, too.
 
         Args:
             num_gradients_to_accumulate: At least 1.

@@ -216,7 +216,8 @@ def legw(scale: float, epoch: float, base_warmup_epochs: float) -> float:
     Args:
         scale: How many times the batch is as large as the base.
         epoch: How far the training is, in epochs, fractions included.
-        base_warmup_epochs: For how long the base warms up; a batch of scale S does for S times as many epochs.
+        base_warmup_epochs: The number of warm-up epochs of the base. A batch of scale S warms up for S times this
+            number.
 
     Raises:
         ValueError: The scale is below 1, or a number of epochs below 0.

@@ -98,9 +98,9 @@ class GainScheduler:
         optimizer: The AdaScale.
         steps_per_call: How many steps of the small batch there are between two steps of the scheduler: 1, or the
             steps of an epoch for one that counts epochs.
-        total_steps: The number of learning rates of the schedule, which is left alone after the last: for one that
-            has none beyond, as a `LambdaLR` that looks them up in a list. None is the number of a `OneCycleLR`,
-            also within a `SequentialLR` or `ChainedScheduler`; others go on.
+        total_steps: The number of learning rates of the schedule, which does not step after the last one. Set it if the
+            schedule ends, for example a `LambdaLR` with a list of rates. None ends only a `OneCycleLR`, also inside a
+            `SequentialLR` or `ChainedScheduler`.
 
     Raises:
         TypeError: The optimizer is not an AdaScale, or the scheduler's `step` wants a value, as it does in

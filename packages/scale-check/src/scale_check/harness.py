@@ -143,8 +143,8 @@ def parity(
         wrap: Wraps the plain model on each rank, as `DistributedDataParallel` or `fully_shard` does. It may return the
             wrapped model and its optimizer.
         ranks: How many processes; gloo connects them.
-        batches: The batches of all ranks together, one for each step: trees of tensors whose first dimension is the
-            samples, as many on each rank.
+        batches: The batches of all ranks together, one for each step: trees of tensors with the samples in the first
+            dimension. Each rank gets the same number of samples.
         optimizer: Builds the optimizer of the parameters; SGD with momentum by default.
         data: "split" gives each rank its part of the samples, as data parallelism needs, and "all" all of them, as
             tensor parallelism does.

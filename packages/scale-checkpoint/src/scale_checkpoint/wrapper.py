@@ -81,8 +81,8 @@ def checkpoint_wrapper(
 
     Raises:
         TypeError: `module` is not a module, or is a list of modules, which is never called.
-        ValueError: It is checkpointed with other settings already; an operator has no such name; `offload_to` is not a
-            target; `min_bytes` is negative; `determinism_check` is an unknown word.
+        ValueError: The module is checkpointed with different settings already, an operator name is unknown,
+            `offload_to` or `determinism_check` is not one of its values, or `min_bytes` is negative.
         NotADirectoryError: The folder does not exist.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).
@@ -123,7 +123,7 @@ def apply_checkpointing(
             "selective", operators, or a policy of operators, recompute all other results: see `keep` of
             `checkpoint_wrapper`.
         offload_to: "host" or the path of a folder, for "offload" and `offload_inputs`.
-        offload_inputs: Of a module that is recomputed: keep its inputs there, too.
+        offload_inputs: If the module is recomputed, keep its inputs there, too.
         min_bytes: Storages smaller than this are not offloaded.
 
     Returns:
@@ -244,7 +244,7 @@ def checkpoint_modules(
             the words and policies that `how` takes, or None for nothing.
         how: The treatment of those whose names or class match, as `apply_checkpointing` takes it.
         offload_to: "host" or the path of a folder.
-        offload_inputs: Of modules that are recomputed: keep their inputs there, too.
+        offload_inputs: If modules are recomputed, keep their inputs there, too.
 
     Returns:
         The names of the modules that were chosen, in the order of the model.

@@ -52,7 +52,7 @@ def checked_arguments(function: Any = None, *, own: str = "") -> Any:
     TypeError: average: expected weighted to be a bool, got 'no' (str); write weighted=False
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument has a different type.
         ValueError: A device that torch does not know.
     """
     if function is None:

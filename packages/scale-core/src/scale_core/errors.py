@@ -146,7 +146,7 @@ class DivergenceError(ContractError):
 class StepError(ScaleDistributedError):
     """A different rank failed in this step, so all ranks aborted it; the failed rank raises its own error.
 
-    Parameters and the optimizer's state are as they were before the step, and training can go on with the next batch.
+    Parameters and the optimizer's state are the same as before the step, and training can continue with the next batch.
     For gradients accumulated before it, see the guide of the technique.
 
     See also: [what to do about a StepError](../guides/troubleshooting.md#steperror).

@@ -73,8 +73,9 @@ class Axis:
     Attributes:
         group: Its ranks.
         placement: How they hold it.
-        num_sources: With the samples of how many of these ranks each one computes. Above 1 a gradient is the sum over
-            them, as of experts; their own gradients are reported by `scale_core.hooks.source_grads`.
+        num_sources: The number of these ranks whose samples each rank computes with. Above 1, for example for experts,
+            a gradient is the sum over these samples, and `scale_core.hooks.source_grads` reports the gradient of each
+            rank's samples.
 
     Examples:
         >>> from scale_core import Group
@@ -108,8 +109,9 @@ class Shard:
             copies, one counts in a norm.
         gathered: Whether a unit gathers the full parameter for the forward; otherwise the module computes with
             the piece itself, as a tensor parallel layer does.
-        counted_over: The ranks of the model, where other ones have other parameters in this one's place, as experts of
-            their own; all of these count in a norm. None where all ranks hold pieces or copies of this one.
+        counted_over: The ranks of the model, if some ranks have different parameters in the same place, for example
+            different experts. A norm counts all of these parameters. None if all ranks hold pieces or copies of this
+            one.
         first_copy: Whether this is the first of the ranks of a layer that all hold the full parameter.
 
     Examples:
@@ -156,7 +158,7 @@ class Shard:
 
     @property
     def written(self) -> bool:
-        """Whether this rank saves it. Units along another axis may have cut a layer's copies in different places."""
+        """Whether this rank saves it. Units along a different axis may cut a layer's copies elsewhere."""
         return self.counted and self.first_copy
 
     @property

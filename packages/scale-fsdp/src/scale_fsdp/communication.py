@@ -39,10 +39,10 @@ class CommunicationPolicy:
         reduce: Of the gradients, between the ranks that share the parameters. They are added up in fp32.
         replicate: Of the reduced gradients, between the replicas of a mesh of two dimensions: full precision inside a
             node, and fewer bits between.
-        node_size: Ranks per node, neighbors in the mesh of one dimension. `gather` and `reduce` then hold between
-            nodes alone: shards come from one rank of each other node and are passed on inside in the dtype of the
-            computation; gradients are averaged inside a node first. Where there are no more ranks than
-            that, they are one node, and nothing is quantized. None treats all ranks equally.
+        node_size: Ranks per node, neighbors in the mesh of one dimension. `gather` and `reduce` then apply only between
+            nodes: shards come from one rank of each other node and are passed on inside in the dtype of the
+            computation; gradients are averaged inside a node first. Where there are no more ranks than that, they are
+            one node, and nothing is quantized. None treats all ranks equally.
         error_feedback: The rounding error of the gradients of one step is added to the gradients of the next: 4 bytes
             per gradient that this rank quantizes, twice that in a backward pass, and until the step where a
             `ShardedGradScaler` scales the loss. `ErrorFeedbackState(model)` puts it into a snapshot; a run that goes on

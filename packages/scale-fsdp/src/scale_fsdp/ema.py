@@ -106,11 +106,11 @@ class ShardedEMA:
     def swapped(self) -> Iterator[None]:
         """Inside, the model has the averages in place of its parameters and buffers: for evaluation, or to save it.
 
-        Shards and averages are exchanged in place, which takes no more memory; where the averages have another dtype or
-        device, the shards are kept aside. All ranks enter together if they run the model inside.
+        Shards and averages are exchanged in place, which takes no more memory. If the averages have a different dtype
+        or device, a copy of the shards is kept. All ranks enter together if they run the model inside.
 
         Raises:
-            RuntimeError: The parameters are in use, this is inside another `swapped()`, or they were changed inside.
+            RuntimeError: The parameters are in use, this is inside a `swapped()`, or they were changed inside.
         """
         check_not_in_use(units_in(self.model), "ShardedEMA.swapped()")
         check_not_replaced(units_in(self.model))

@@ -53,8 +53,8 @@ class UnshardHandle:
 class FSDPModule(ConversionMethods):
     """The methods that `fully_shard` adds to a module. Call them on the outermost one.
 
-    `unshard`, `reshard` and the setters, which are FSDP2's, act on the unit that the module is; those with `recurse`
-    on the units inside as well.
+    `unshard`, `reshard` and the setters are FSDP2's. They act on the unit of the module. With `recurse` they also act
+    on the units inside.
 
     Examples:
         >>> import torch
@@ -131,7 +131,7 @@ class FSDPModule(ConversionMethods):
             volatile: Drop changes.
 
         Raises:
-            RuntimeError: Inside a forward or backward pass, or inside another `summon_full_params`.
+            RuntimeError: It is called inside a forward or backward pass, or inside a `summon_full_params`.
         """
         units = _units_at(self, "summon_full_params", recurse)
         for unit in units:
@@ -176,8 +176,8 @@ class FSDPModule(ConversionMethods):
                 shards in between is not gathered.
 
         Raises:
-            StepError: Another rank had no memory for it, or could not quantize its message; on that rank, its own
-                error. Nothing is unsharded.
+            StepError: A different rank had no memory for it, or could not quantize its message. That rank raises its
+                own error. Nothing is unsharded.
         """
         unit = _unit_at(self, "unshard")
         root_of(unit).recover()
@@ -316,7 +316,7 @@ class FSDPModule(ConversionMethods):
         Raises:
             RuntimeError: Names or shapes are not the module's, or the parameters are in use; nothing has been loaded
                 then.
-            ValueError: `assign`, which would replace the shards; or the state belongs to one rank alone.
+            ValueError: `assign` is set, which would replace the shards, or the state belongs to only one rank.
         """
         return load_full_state_dict(self, super().load_state_dict, state_dict, strict, assign)
 

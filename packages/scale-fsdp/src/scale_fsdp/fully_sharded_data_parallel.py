@@ -167,8 +167,8 @@ class FullyShardedDataParallel(nn.Module):
         process_group: The ranks to shard over: a ParallelDims, a process group or a DeviceMesh, as `mesh` of
             `fully_shard`.
         reshard_after_forward: As for `fully_shard`; the unit that is called first stays gathered.
-        mixed_precision: torch's `MixedPrecisionPolicy`; True is fp16 parameters and reduction, and casts inputs where
-            the model is entered alone.
+        mixed_precision: torch's `MixedPrecisionPolicy`. True means fp16 parameters and reduction, and casts only the
+            inputs of the outermost unit.
         flatten_parameters: As for `fully_shard`.
         **kwargs: `move_params_to_cpu`, `move_grads_to_cpu`, `compute_dtype`, `fp32_reduce_scatter`,
             `state_dict_device` and `state_dict_on_rank_0_only` as in FairScale, and the fields of `ShardOptions`.
@@ -176,8 +176,8 @@ class FullyShardedDataParallel(nn.Module):
 
     Raises:
         TypeError: An unknown argument; names the nearest one.
-        ValueError: As for `fully_shard`; an argument of FairScale's that has another name here; an argument for a
-            module that is sharded already.
+        ValueError: As for `fully_shard`. Also: an argument of FairScale has a different name here, or the module is
+            sharded already and gets arguments.
 
     Examples:
         >>> import torch

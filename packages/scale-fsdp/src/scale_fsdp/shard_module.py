@@ -129,10 +129,10 @@ def fully_shard(
 
     Raises:
         TypeError: An argument of the wrong kind, or under a name that FairScale has given it.
-        ValueError: The module is a unit already, or a container that is never called; arguments that contradict
-            each other; two parameters, or a parameter and a buffer, share memory and are not one `Parameter`; nothing
-            gives values to a parameter or buffer on meta; `shard_placement_fn` returns ranks for a parameter of its
-            own, or a dimension that it does not have.
+        ValueError: The module is a unit already, or a container that is never called. Arguments contradict each other.
+            Two parameters, or a parameter and a buffer, share memory and are not one `Parameter`. Nothing gives values
+            to a parameter or buffer on meta. `shard_placement_fn` returns different ranks for one parameter, or a
+            dimension that the parameter does not have.
         ContractError: The ranks are about to shard different modules.
 
     See also: [the guide to FSDP](../guides/fsdp.md).

@@ -48,7 +48,8 @@ class CheckpointOptions(_Base):
 
         Args:
             state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
-                load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
+                load; "sharded" a folder into which each rank writes its shard. Both can be loaded on a different number
+                of ranks.
             **options: Of Lightning's `DDPStrategy`, and so of `DistributedDataParallel`.
 
         Raises:
@@ -76,9 +77,10 @@ class FSDPOptions(CheckpointOptions):
             auto_wrap_policy: As `fully_shard_modules` takes it: `class_policy(Block)`, `size_policy(...)`. None makes
                 one unit of what is not sharded yet.
             state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
-                load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
-            **options: Of Lightning's `DDPStrategy`, such as `timeout` and `process_group_backend`; all others are
-                arguments of `fully_shard`, with `options=ShardOptions(...)`.
+                load; "sharded" a folder into which each rank writes its shard. Both can be loaded on a different number
+                of ranks.
+            **options: Arguments of Lightning's `DDPStrategy`, for example `timeout` and `process_group_backend`. All
+                others are arguments of `fully_shard`, with `options=ShardOptions(...)`.
 
         Raises:
             ValueError: An unknown `state_dict_type`, or `flatten_parameters` in the options, whose optimizer has no
@@ -107,9 +109,9 @@ class OSSStrategyOptions(CheckpointOptions):
         """Says what is sharded, how, and what a checkpoint is.
 
         Args:
-            oss_options: Arguments of `OSS`, such as `broadcast_fp16` or `options`.
-            **options: `state_dict_type`, as of `scale_fsdp`; all others are arguments of Lightning's
-                `DDPStrategy`, and so of `DistributedDataParallel`.
+            oss_options: Arguments of `OSS`, for example `broadcast_fp16` or `options`.
+            **options: `state_dict_type`, as in `scale_fsdp`. All others are arguments of Lightning's `DDPStrategy`,
+                which passes them to `DistributedDataParallel`.
 
         Raises:
             ValueError: An unknown `state_dict_type`.
@@ -137,9 +139,10 @@ class ShardedDDPOptions(OSSStrategyOptions):
 
         Args:
             state_dict_type: "full" saves one file of full tensors, which one process and Lightning's own strategies
-                load; "sharded" a folder into which each rank writes its shard. Either loads at another number of ranks.
-            oss_options: Arguments of `OSS`, such as `broadcast_fp16` or `options`.
-            **options: Of Lightning's `DDPStrategy`, such as `timeout`; all others are arguments of
+                load; "sharded" a folder into which each rank writes its shard. Both can be loaded on a different number
+                of ranks.
+            oss_options: Arguments of `OSS`, for example `broadcast_fp16` or `options`.
+            **options: Arguments of Lightning's `DDPStrategy`, for example `timeout`. All others are arguments of
                 `ShardedDataParallel`. Here `overlap_gather` is False unless it is given: callbacks read parameters past
                 the wrapper.
 

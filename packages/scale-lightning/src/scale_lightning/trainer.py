@@ -132,7 +132,8 @@ class ScaleFSDPStrategy(FSDPOptions, _ShardedCheckpoints):
 
     The LightningModule becomes the outermost unit, and the modules that `auto_wrap_policy` selects units inside of it.
     A `configure_model` that calls `fully_shard` itself chooses its own units; what it builds on the meta device is
-    initialized unit by unit. Gradients are clipped by the norm over all ranks, also by value, as `Trainer` is told.
+    initialized unit by unit. Gradients are clipped as the arguments of `Trainer` say: by the norm over all ranks, or by
+    value.
 
     Examples:
         >>> from scale_lightning import ScaleFSDPStrategy

@@ -105,8 +105,8 @@ class Experts(ShardedModule):
         hidden_dim: Features inside an expert.
         gated: See above.
         activation: A function of tensors.
-        process_group: The ranks that divide them; None is the default group. With a mesh of two dimensions, those of
-            the second divide the hidden features of each expert, and `forward` gives summands of the outputs.
+        process_group: The ranks that divide them; None is the default group. With a mesh of two dimensions, the ranks
+            of the second divide the hidden features of each expert, and `forward` returns summands of the outputs.
         device: Where the parameters are.
         dtype: Their dtype.
 

@@ -27,11 +27,11 @@ from scale_moe.mappings import all_reduced
 def average_replicated_gradients(model: nn.Module, process_group: GroupLike = None) -> None:
     """Averages gradients of replicated parameters over the expert axis, in every backward pass.
 
-    Each gradient is averaged as soon as it is computed, and goes to its next reduction. All ranks of the group have
-    to run the same backward passes. Where one uses parameters that another one does not, both end with an error that
-    names one: on the host a TransferError at once, since messages carry names; over NCCL, which matches gradients by
-    their order alone, a ContractError at the end of the backward pass, where ranks compare the order of names. Not for
-    parameters that `fully_shard` has sharded: give that the ranks of each module.
+    Each gradient is averaged as soon as it is computed, and goes to its next reduction. All ranks of the group have to
+    run the same backward passes. If a rank uses parameters that a different rank does not use, both raise an error that
+    names one of them. On the host it is a TransferError at once, because messages have names. NCCL matches gradients
+    only by their order. There it is a ContractError at the end of the backward pass, when ranks compare the order of
+    names. Not for parameters that `fully_shard` has sharded: give that the ranks of each module.
 
     Args:
         model: Its experts are divided over this group already.

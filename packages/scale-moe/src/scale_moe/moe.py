@@ -150,8 +150,8 @@ class MoE(nn.Module):
         dim: Features of a token.
         hidden_dim: Features inside an expert.
         num_experts: E. They need not divide by the ranks; there may be fewer than ranks.
-        routing: `TokenChoice` or `ExpertChoice`; a number is `TokenChoice` of so many, and 1 that with
-            `normalize=False`: its weight, divided by itself, would be 1 and train no router.
+        routing: `TokenChoice` or `ExpertChoice`. A number k means `TokenChoice(k)`. For k = 1 it has `normalize=False`,
+            because a weight divided by itself is 1 and trains no router.
         balance: Losses and bias, see `Balance`.
         gated: Experts are down(activation(gate(x)) * up(x)); else down(activation(up(x))).
         activation: A function of tensors.
@@ -159,15 +159,15 @@ class MoE(nn.Module):
         process_group: The ranks that divide the experts, `ep` of a ParallelDims; None is the default group. With a mesh
             of two dimensions, (expert, tensor), ranks of the second, `tp` of a ParallelDims, divide the hidden features
             of each expert, and have the same tokens.
-        batch_process_group: The ranks whose tokens are one batch to capacities, expert choice and losses; None is
-            the expert axis, where that has all tokens or nothing looks at the batch. With replicas of the experts it is
-            the ranks of both axes, without the tensor axis; `scale_core.Group()` is each rank alone. If
-            `process_group` is a ParallelDims, None is `loss` of it.
+        batch_process_group: The ranks whose tokens are one batch to capacities, expert choice and losses; None is the
+            expert axis, if that has all tokens or nothing depends on the batch. With replicas of the experts, pass the
+            ranks of both axes, without the tensor axis. With `scale_core.Group()` each rank has its own batch. If
+            `process_group` is a ParallelDims, None is its `loss`.
         device: Where the parameters are.
         dtype: Their dtype.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument has a different type.
         ValueError: The sizes or options do not fit each other.
 
     Example:
@@ -255,7 +255,7 @@ class MoE(nn.Module):
         return output if self.shared_expert is None else output + self.shared_expert(x)
 
     def route(self, scores: Tensor) -> Routing:
-        """Returns where tokens go by their scores [T, E], before any is dropped; to be overridden for another rule."""
+        """Returns where tokens go by their scores [T, E], before any is dropped. Override it for a different rule."""
         if isinstance(self.routing, ExpertChoice):
             num_tokens = self._num_batch_tokens(scores)
             capacity = expert_capacity(num_tokens, self.num_experts, self.routing.capacity_factor)

@@ -51,8 +51,8 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
     have (Mixtral, Qwen-MoE, DeepSeek, OLMoE, GPT-OSS, ...). Routers, shared experts and all else stay complete on each
     rank. Outputs and gradients are the same as in the undivided model, as `MoE` says.
 
-    Each rank takes its experts out of its own copy, so that all must have the same values, as from one seed or file. On
-    the meta device nothing is copied: load weights afterwards with `scale_snapshot.load_pretrained`.
+    Each rank takes its experts out of its own copy. So all copies must have the same values, for example from one seed
+    or file. On the meta device nothing is copied: load weights afterwards with `scale_snapshot.load_pretrained`.
 
     Args:
         model: On the host, a device or meta. Before it is wrapped and before an optimizer is built.

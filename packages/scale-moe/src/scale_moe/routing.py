@@ -1,8 +1,8 @@
 """Routing: which experts each token goes to, and with which weight; functions of tensors, without parameters.
 
 T tokens, E experts, k choices of a token. "The batch" of capacity, expert choice and losses spans all ranks of
-`batch_process_group`, in rank order, so that the result is the same as on one process with all tokens. A world of one,
-`Group()`, takes the tokens of this rank alone, as GShard's groups do.
+`batch_process_group`, in rank order, so that the result is the same as on one process with all tokens. With `Group()`,
+it is only the tokens of this rank, as in GShard's groups.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class LocalSGD:
     @torch.no_grad()
     @on_local_tensors
     def sync(self) -> None:
-        """Takes the outer step now; all ranks call it together, after as many inner steps each.
+        """Takes the outer step now. All ranks call it together, after the same number of inner steps.
 
         It is called after every `sync_every`-th inner step. Call it yourself where training ends or is saved between.
 

@@ -146,8 +146,7 @@ class DeferredBatchNorm(_BatchNorm):
         """Replaces each `BatchNorm1d`, `2d` and `3d` with running statistics by a `DeferredBatchNorm`.
 
         And each `DeferredBatchNorm` with other `chunks`. Parameters and buffers stay the same tensors, hooks and
-        attributes stay. `SyncBatchNorm`, instance norms, and batch norms with a forward of their own are left as they
-        are.
+        attributes stay. `SyncBatchNorm`, instance norms, and batch norms that override `forward` are not changed.
 
         Args:
             module: A batch norm, or a module with some inside; changed in place.

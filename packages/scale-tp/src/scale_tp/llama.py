@@ -52,7 +52,7 @@ def iterate_consolidated(
 
     Args:
         folder: The folder of consolidated.00.pth, consolidated.01.pth and so on, and params.json, if there is one.
-        dims: As `LLAMA_DIMS`; to read other names, too, pass `{**LLAMA_DIMS, "lora": 0}`.
+        dims: As `LLAMA_DIMS`. To read more names, pass for example `{**LLAMA_DIMS, "lora": 0}`.
         dtype: The dtype to convert to; None keeps the dtype of the files.
 
     Raises:

@@ -158,7 +158,7 @@ class RNGStatesTracker:
     def fork(self, name: str = _MODEL_PARALLEL) -> Iterator[None]:
         """Inside, random numbers come from a stream; outside, all goes on as if nothing had been drawn.
 
-        Within each other, forks of one name go on with one stream.
+        Nested forks of the same name continue one stream.
 
         Raises:
             KeyError: The stream does not exist.

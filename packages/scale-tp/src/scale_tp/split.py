@@ -1,7 +1,7 @@
 """How the indices of one dimension are divided between the ranks: arithmetic on integers.
 
-A `Split` says of all ranks which rows, columns, heads or words they have, so that a size which does not divide is no
-special case in the layers, and two layers one behind the other can be compared.
+A `Split` has the rows, columns, heads or words of all ranks. So layers need no special case for a size that does not
+divide, and two successive layers can be compared.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Split:
 
     @classmethod
     def strided(cls, total: int, num_ranks: int, stride: int) -> Split:
-        """FairScale's `stride`: so many matrices of equal size, stacked and split each by itself.
+        """FairScale's `stride`: the number of stacked matrices of equal size, each of which is split by itself.
 
         Raises:
             ValueError: The total is not made of `stride` equal things.
@@ -219,13 +219,13 @@ def even_sizes(total: int, num_ranks: int) -> tuple[int, ...]:
 def split_heads(num_heads: int, num_key_value_heads: int, num_ranks: int) -> HeadSplit:
     """Divides attention heads between the ranks, query heads together with the key-value head that they share.
 
-    With at least as many key-value heads as ranks, those are divided, and the query heads follow. With fewer, each is
-    copied to some ranks, which divide its query heads; so a rank holds one key-value head at most, or none where it
-    has no query heads.
+    If there are at least as many key-value heads as ranks, ranks divide them, and the query heads follow. If there are
+    fewer, each is copied to some ranks, which divide its query heads. So a rank holds at most one key-value head, or
+    none where it has no query heads.
 
     Args:
         num_heads: Query heads; the first `num_heads / num_key_value_heads` of them share the first key-value head.
-        num_key_value_heads: As many for plain attention, 1 for multi-query attention.
+        num_key_value_heads: For plain attention this is `num_heads`, for multi-query attention 1.
         num_ranks: Between how many ranks they are divided.
 
     Raises:

@@ -24,9 +24,9 @@ from scale_tp.layers.base import ParallelModule, ParamSharding
 def full_state_dict(model: nn.Module, *, on_host: bool = False) -> dict[str, Tensor]:
     """Returns the state dict of the plain model, with full tensors; all ranks that divide the model call it together.
 
-    It is `model.state_dict()` with tensors of its own, also of parameters that are not divided, and on the host if you
-    ask for it. It gathers one tensor at a time, on the device where its shards are. Tensors that are not divided are
-    copied.
+    It is `model.state_dict()` with copies of all tensors, also of parameters that are not divided. They are on the host
+    if you ask for it. It gathers one tensor at a time, on the device where its shards are. Tensors that are not divided
+    are copied.
 
     Args:
         model: A model that holds divided modules, wherever; or none.
@@ -72,8 +72,8 @@ def load_full_state_dict(
         strict: Whether every parameter and buffer of the model must be given, and nothing else.
 
     Raises:
-        ValueError: A tensor has another shape than the full parameter; those before it have been loaded. Or, with
-            `strict`, something is missing or unknown; or parameters are sharded along another axis.
+        ValueError: A tensor has not the shape of the full parameter. Tensors before it have been loaded. With `strict`
+            also: a key is missing or unknown. Or parameters are sharded along a different axis.
 
     Examples:
         >>> import torch, scale_tp

@@ -5,9 +5,9 @@ ranges of storages. The rules are CUDA's and NCCL's:
 
 - The host launches: what a stream does next comes after all that the launching thread has seen, not the other way.
 - A collective runs on its communicator's stream, after the current stream; a wait merges it into the stream that waits.
-- Memory belongs to the stream that allocated it. New memory may have been another tensor's on that stream, so nobody
-  else may use it earlier. What was released is given to that stream's next allocations, which must come after all uses
-  of it, unless `record_stream` has named the streams that use it.
+- Memory belongs to the stream that allocated it. New memory may have belonged to a different tensor on that stream, so
+  no other stream may use it earlier. What was released is given to that stream's next allocations, which must come
+  after all uses of it, unless `record_stream` has named the streams that use it.
 - A collective keeps its tensors alive until it is waited for, though not the memory that `resize_(0)` gives back.
 - Copies between host and device are asynchronous where they are `non_blocking` and the host's memory is pinned;
   otherwise the host waits for them. Pinned memory that dies is kept until its copies have ended. A `non_blocking` copy

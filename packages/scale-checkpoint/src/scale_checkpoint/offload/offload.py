@@ -41,7 +41,7 @@ class offload_activations(saved_tensors_hooks):  # noqa: N801  # a context manag
         min_bytes: Smaller storages stay.
 
     Raises:
-        ValueError: `to` is another word, or `min_bytes` is negative.
+        ValueError: `to` is not one of these values, or `min_bytes` is negative.
         NotADirectoryError: The folder does not exist.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).

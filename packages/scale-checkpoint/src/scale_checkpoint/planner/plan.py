@@ -109,7 +109,7 @@ class MemoryPlan:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> MemoryPlan:
-        """Reads a plan that `save` has written; a ValueError where the file has another format."""
+        """Reads a plan that `save` has written. Raises ValueError if the file has a different format."""
         content = read_json(path)
         return cls(content["strategies"], MemoryProfile.from_json(content["profile"]), content["budget_bytes"])
 

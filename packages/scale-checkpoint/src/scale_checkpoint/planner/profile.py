@@ -81,7 +81,7 @@ class MemoryProfile:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> MemoryProfile:
-        """Reads a profile that `save` has written; a ValueError where the file has another format."""
+        """Reads a profile that `save` has written. Raises ValueError if the file has a different format."""
         return cls.from_json(read_json(path))
 
     @classmethod
@@ -134,11 +134,11 @@ def profile_memory(
         strategies: The possible strategies of each block: see `Strategies`; None takes "keep", "recompute",
             "selective" and, where the device is not the host itself, "offload".
         blocks: Names of modules that are to be planned; None finds them.
-        repeats: How often each time is taken at least; the least counts, which other work disturbs least. Of blocks
-            that are equal in shapes and in memory, only the first is timed so often.
-        process_group: The ranks whose models exchange data in their passes, as experts that ranks divide do: all of
-            them call it together, each with a batch of its own, and get one profile, of the largest bytes and seconds
-            of any, with the shapes of their own blocks. By default this rank alone; None is the default group.
+        repeats: The least number of measurements of each time. The shortest one counts, because other work disturbs it
+            least. Of several blocks with equal shapes and memory, only the first gets all measurements.
+        process_group: The ranks whose models exchange data in their passes, for example with divided experts. All of
+            them call it together, each with its own batch. They get one profile with the largest bytes and seconds of
+            any rank, and the shapes of their own blocks. By default only this rank; None is the default group.
 
     Raises:
         ValueError: `repeats` is less than 1, no blocks are found, a name is not in the model, or the step has no

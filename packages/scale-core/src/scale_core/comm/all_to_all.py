@@ -40,8 +40,8 @@ def all_to_all(
         input: [W * S], or [sum of `input_sizes`], of the same dtype; must not change before `wait()`.
         group: The W ranks.
         output_sizes: How many elements come from each rank; None is S each.
-        input_sizes: The number of elements for each rank; None is S each. The number this rank sends to another one is
-            that one expects from it.
+        input_sizes: The number of elements for each rank; None is S each. Each receiver must expect the number that
+            this rank sends.
         tag: As in `all_gather`.
 
     Raises:

@@ -189,7 +189,7 @@ def reduce_scatter(
     """Starts to sum every rank's `full`; each rank gets its own shard of the sum.
 
     On gloo the summands are added in rank order, in the wider one of `dtype` and the wire's; the sum is divided by W
-    there, and rounded to `dtype` once. So the result is a function of the summands alone: timing does not change it.
+    there, and rounded to `dtype` once. So the result depends only on the summands, and timing does not change it.
 
     Args:
         full: [W * S]; belongs to the collective until `wait()`. Its dtype is the dtype of the messages.
@@ -252,7 +252,7 @@ def all_reduce(tensor: Tensor, group: Group, *, op: Op = "sum") -> CollectiveWor
     "sum" adds in an order that is the same on all ranks, but the transport's own.
 
     Raises:
-        ValueError: Another `op`.
+        ValueError: The `op` is unknown.
 
     Examples:
         >>> import torch

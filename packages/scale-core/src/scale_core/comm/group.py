@@ -83,8 +83,8 @@ def group_of(process_group: GroupLike = None, *axes: str) -> Group:
         axes: The axis of a `ParallelDims` that the caller means, or several together. Without it, all ranks.
 
     Raises:
-        LaunchError: None, where a launcher has started several ranks and `torch.distributed` is not initialized: each
-            would train alone.
+        LaunchError: It is None, a launcher has started several ranks, and `torch.distributed` is not initialized. Each
+            rank would train by itself.
         TypeError: It is none of these.
         ValueError: A mesh of several dimensions, a group that this rank is not a member of, or a stand-in object
             that claims more than one rank.

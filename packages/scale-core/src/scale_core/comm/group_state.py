@@ -61,8 +61,9 @@ class GroupState:
         twin_of: Of a twin, the group that it belongs to.
         compared_calls: Fingerprints of the calls that were equal on all its ranks; see `check_same_call`.
         calls: The calls of `check_same_call` since the ranks last compared them.
-        optimizer_steps: The count of steps on shards of these ranks, one object for all groups of the same ranks: a
-            model may have units on several, and an optimizer shards of some of them on one rank alone.
+        optimizer_steps: The count of steps on shards of these ranks. All groups of the same ranks share one object,
+            because a model may have units on several groups, and an optimizer may have shards of some of them on only
+            one rank.
     """
 
     def __init__(self) -> None:

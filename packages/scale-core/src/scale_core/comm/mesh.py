@@ -264,7 +264,8 @@ class ParallelDims:
 
         Raises:
             RuntimeError: torch.distributed is not initialized.
-            ValueError: An axis does not exist, or is a part of another one, or they are not in the order of the ranks.
+            ValueError: An axis does not exist, it is a part of a different axis, or the axes are not in the order of
+                the ranks.
         """
         names = (dims,) if isinstance(dims, str) else tuple(dims)
         groups = [self.process_group(name) for name in names]

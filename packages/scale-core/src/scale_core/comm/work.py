@@ -89,7 +89,7 @@ class CollectiveWork:
     """An asynchronous collective; it owns its buffers until `wait()` returns.
 
     A handle must be waited on or canceled: one that is dropped with neither warns, because its result could be read
-    while the transfer still runs. A transfer that could not even start raises in `wait()`, too.
+    while the transfer still runs. If a transfer could not start, `wait()` raises its error.
 
     Examples:
         >>> import torch
@@ -140,7 +140,7 @@ class CollectiveWork:
                 it always is on CUDA.
 
         Raises:
-            TransferError: A peer exited, is at another event, or took longer than the limit.
+            TransferError: A peer exited, is at a different event, or took longer than the limit.
             LaunchError: This process was forked after the collective began.
         """
         if self._open:

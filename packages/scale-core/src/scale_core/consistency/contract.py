@@ -245,8 +245,8 @@ class Contract:
                 one can't be taken back.
 
         Raises:
-            ContractError: Another rank is about to run another event.
-            StepError: Another rank aborts the step.
+            ContractError: A rank is about to run a different event.
+            StepError: A different rank aborts the step.
         """
         self.history.add(event)
         if self.is_single_rank:
@@ -264,8 +264,8 @@ class Contract:
         """Compares that all ranks are about to run `event`, outside of a pass: always, or where messages have no tags.
 
         Raises:
-            ScaleDistributedError: Another rank is about to run another event, or does not come.
-            StepError: Another rank has failed, and called `abort`.
+            ScaleDistributedError: A rank is about to run a different event, or does not arrive.
+            StepError: A different rank has failed and called `abort`.
         """
         if not self.is_single_rank and (always or self.group.backend != "gloo"):
             self._compare(event, fingerprint_of("together", *event))
@@ -274,7 +274,7 @@ class Contract:
         """Returns, by rank, whether a backward pass begins there; called where nothing predicts the next pass.
 
         Raises:
-            ScaleDistributedError: Another rank does something else, or does not come.
+            ScaleDistributedError: A rank does something else, or does not arrive.
         """
         rows = self._compare(Event("the next pass", ""), fingerprint_of("the next pass"), (int(is_backward),))
         return [bool(row[0]) for row in rows]
@@ -291,7 +291,7 @@ class Contract:
         Raises:
             ContractError: The events differ; names the first one that does, by rank. Or optimizers have taken other
                 steps on some ranks.
-            StepError: Another rank aborts the step.
+            StepError: A different rank aborts the step.
         """
         rows = [list(notes)]
         if not self.is_single_rank:

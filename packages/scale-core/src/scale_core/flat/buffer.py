@@ -237,8 +237,8 @@ class FlatBuffer(FlatStorage):
     def is_stale(self, *, by_writes_alone: bool = False) -> bool:
         """Whether an optimizer has stepped, or the shard was written to, since the full buffer was gathered.
 
-        All ranks must find the same, or some would gather it again alone. So each step on shards of these ranks counts,
-        whether or not it wrote to these tensors, unless `by_writes_alone`.
+        All ranks must get the same answer, or only some of them would gather it again. So each step on shards of these
+        ranks counts, whether or not it wrote to these tensors, unless `by_writes_alone`.
         """
         if self.state is State.SHARDED and self.part is None:
             return False

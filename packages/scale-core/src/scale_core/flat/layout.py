@@ -120,7 +120,7 @@ class FlatLayout:
     """The places of parameters in a buffer of `world_size` shards of `shard_numel` elements each.
 
     Attributes:
-        entries: One per parameter, in the order in which the caller gave them; offsets follow another order.
+        entries: One per parameter, in the order in which the caller gave them. Their offsets have a different order.
         world_size: Ranks that hold a shard.
         shard_numel: Elements of every shard, padding included.
         full_numel: Elements of the full buffer.

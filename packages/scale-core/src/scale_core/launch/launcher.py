@@ -50,14 +50,14 @@ def launch_local(
     seconds later are killed. Call it under `if __name__ == "__main__"`, as multiprocessing.
 
     Args:
-        fn: A function at the top level of a module; of the main script, too, but not of a notebook or `python -c`.
+        fn: A function at the top level of a module. The main script is possible, but not a notebook or `python -c`.
         num_ranks: The number of processes, at least 1.
         *args: Given to `fn` on every rank; they must be picklable.
         device: "cpu" or "cuda". Ranks on the CPU share its cores and keep freed memory for reuse.
         grace: Seconds between asking a rank to end and killing it.
 
-    Ranks that still run `SCALE_LIMIT_SECONDS` after others have ended, ten minutes if it is not set, are named once:
-    they may work on alone, or be blocked.
+    If ranks still run `SCALE_LIMIT_SECONDS` (default: ten minutes) after others have ended, they are named once. They
+    may still work, or be blocked.
 
     Returns:
         0; or the code of the rank that failed first, 128 + n if it was killed by signal n.

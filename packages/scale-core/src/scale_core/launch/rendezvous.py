@@ -53,8 +53,8 @@ def init_distributed(
     """Joins the ranks of this job and returns the default group; a second call returns it again.
 
     Without `RANK` and `WORLD_SIZE` in the environment this is a world of one, and torch.distributed stays off. All
-    ranks need the same versions of Python, torch and scale; one that differs in the third number alone is a warning.
-    Under torchrun a rank ends with its agent, also where that is killed.
+    ranks need the same versions of Python, torch and scale; a difference in only the third number is a warning. Under
+    torchrun a rank ends with its agent, also where that is killed.
 
     Args:
         backend: The backend of the default group. By default gloo on CPU; on CUDA NCCL for CUDA tensors and gloo for

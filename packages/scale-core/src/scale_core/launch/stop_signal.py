@@ -18,8 +18,8 @@ _ECHO_SECONDS = 1.0
 class StopSignal:
     """Inside, Ctrl-C (SIGINT) and a request to end (SIGTERM, as schedulers send before they take a machine) are noted.
 
-    A second Ctrl-C, a second or more later, interrupts at once; any number of SIGTERMs are one. Outside of the main
-    thread nothing is caught, because Python handles signals only there.
+    A second Ctrl-C, a second or more later, interrupts at once; any number of SIGTERMs are one. In other threads than
+    the main thread it catches nothing, because Python handles signals only in the main thread.
 
         >>> from scale_core.launch import StopSignal
         >>> with StopSignal() as stop:
@@ -31,8 +31,8 @@ class StopSignal:
 
     Args:
         keep_after: The class of errors after which signals stay caught. Use it for errors that end the program, for
-            example ScaleDistributedError: if the launcher ends this rank because another has failed, it then does not
-            cut off the message.
+            example ScaleDistributedError: If the launcher ends this rank because a different rank has failed, the
+            signal then does not cut off the message.
 
     Attributes:
         received: The number of the signal that this rank received; 0 if none.

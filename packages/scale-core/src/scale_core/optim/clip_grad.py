@@ -69,13 +69,13 @@ def grad_norm(params: Iterable[Tensor], norm_type: float = 2.0, limit_seconds: f
         params: Parameters, full or local shards (`shard_of` tells), or one such; one without a gradient counts as
             zeros.
         norm_type: p > 0; `math.inf` is the largest magnitude.
-        limit_seconds: How long to wait for another rank; None is its group's own limit.
+        limit_seconds: How long to wait for a rank. None is the limit of its group.
 
     Returns:
         Scalar, fp32, or fp64 where all parameters that train are, on any rank; on the device of the gradients.
 
     Raises:
-        TransferError: Another rank did not take part.
+        TransferError: A rank did not take part.
         ValueError: `norm_type` is not above 0, a gradient is still a partial sum over a mesh axis, or `params` is an
             iterator that has been used up.
 

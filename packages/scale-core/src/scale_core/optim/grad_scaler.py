@@ -107,7 +107,7 @@ class ShardedGradScaler(GradScaler):
 
         Raises:
             RuntimeError: It was called already since the last `update`.
-            TransferError: Another rank did not take part.
+            TransferError: A rank did not take part.
             ValueError: A parameter is shared with ranks that are not in the scaler's group.
         """
         if self._enabled:

@@ -57,7 +57,7 @@ class ShardedTensor(Tensor):
 
     @torch.no_grad()
     def full_tensor(self) -> Tensor:
-        """Returns the full tensor, in memory of its own, on all ranks that share it; these call it together."""
+        """Returns a copy of the full tensor on all ranks that share it. They call it together."""
         with as_local():
             return gather_shard(_plain(self.detach()), _record(self))
 

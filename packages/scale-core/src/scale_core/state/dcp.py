@@ -35,7 +35,7 @@ def dcp_target(
         checkpoint_id: The folder, as given to `dcp.save`.
         model: The built model.
         optimizer: Its optimizer, or several, which may be fresh; with None the saved optimizer state is left out.
-        key: The key of the state in the saved dict; "" where it was saved alone.
+        key: The key of the state in the saved dict, or "" if nothing else was saved.
 
     Raises:
         StateMismatch: The saved state belongs to a different model or optimizer. Nothing was read into them.

@@ -27,13 +27,13 @@ class LocalShard(Tensor):
     copied and moved between devices; functions that need all elements raise.
 
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which has `stop - start` elements in any shape, and is not
-    copied. With `ranges`, the elements are counted in that part of the full tensor. The tensor is contiguous;
-    in the shape of all of that it may have any strides. Without `written` it is loaded into like any, but saved by
-    other ranks alone, which hold the same elements. All of these are attributes; `ranges` has the indices
-    of each dimension (see `scale_core.shard.Shard`), or is empty.
+    copied. With `ranges`, the elements are counted in that part of the full tensor. The tensor is contiguous; in the
+    shape of all of that it may have any strides. Without `written` it is loaded like any other shard, but only the
+    other ranks that hold the same elements save it. All of these are attributes; `ranges` has the indices of each
+    dimension (see `scale_core.shard.Shard`), or is empty.
 
     Raises:
-        ValueError: The tensor has another number of elements, or is not contiguous where it has to be.
+        ValueError: The tensor has a different number of elements, or has to be contiguous and is not.
 
     Examples:
         >>> import torch

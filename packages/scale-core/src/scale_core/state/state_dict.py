@@ -104,8 +104,8 @@ def target_state_dict(
             `strict=False` loads matching values.
 
     Raises:
-        StateMismatch: The saved state belongs to another model, or to another kind of optimizer, or the optimizer has
-            other parameters; all that differs on this rank is listed.
+        StateMismatch: The saved state belongs to a different model or kind of optimizer, or the optimizer has different
+            parameters. It lists all differences on this rank.
 
     Examples:
         >>> import torch

@@ -3,9 +3,9 @@
     with faults.inject(faults.kill_at("reduce_scatter", rank=1, step=3)):
         train()
 
-Every rank may run the same lines: a fault waits for its rank, its step and its point, and happens once. Programs that
-somebody else starts, such as torchrun, read the same faults from the environment, see `to_environment`. What is about
-to happen is printed to stderr first. `scale_core.fault_points` lists the points.
+Every rank may run the same lines: a fault waits for its rank, its step and its point, and happens once. If a different
+program starts the ranks, for example torchrun, they read the same faults from the environment: see `to_environment`.
+What is about to happen is printed to stderr first. `scale_core.fault_points` lists the points.
 """
 
 from __future__ import annotations

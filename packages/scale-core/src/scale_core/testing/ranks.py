@@ -108,8 +108,8 @@ def run_ranks(
         fn: A function at the top level of a module.
         num_ranks: The number of processes, at least 1.
         *args: Given to `fn` on every rank; like the results, they must be picklable.
-        limit_seconds: For all of it; then every rank is killed. Long enough for a machine with much else to do.
-        backend: The backend of the default group, or None to leave torch.distributed alone.
+        limit_seconds: The limit of all ranks together, after which they are killed. The default suits a busy machine.
+        backend: The backend of the default group. With None, torch.distributed is not initialized.
 
     Raises:
         Exception: What the first failing rank raised, with its rank, traceback and output as notes.

@@ -105,8 +105,8 @@ class OffloadOptimizer(Optimizer):
         **defaults: The arguments of `optim_cls`.
 
     Raises:
-        TypeError: `optim_cls` is not an optimizer class, a parameter is not a plain tensor, or a setting is of another
-            type.
+        TypeError: `optim_cls` is not an optimizer class, a parameter is not a plain tensor, or a setting has a
+            different type.
         ValueError: A fraction below 0 or above 1, or an optimizer that can't be divided.
 
     See also: [the guide to CPU offload](../guides/scale-further.md#initialize-on-the-meta-device).
@@ -207,7 +207,7 @@ class OffloadOptimizer(Optimizer):
         Raises:
             RuntimeError: With `overlap_step=True`; or gradients have changed since an earlier call.
             ValueError: `max_norm` is below 0 or not a number, or `norm_type` is not above 0.
-            TransferError: Another rank did not take part.
+            TransferError: A rank did not take part.
         """
         if self._in_backward is not None:
             raise RuntimeError(
@@ -218,7 +218,7 @@ class OffloadOptimizer(Optimizer):
 
     @on_local_tensors
     def cast_to(self, param: Tensor, target: Tensor | None) -> None:
-        """Makes each step also write the new values of a parameter to another tensor, as a bf16 copy to compute with.
+        """Makes each step also write the new values of a parameter to a second tensor, for example a bf16 copy.
 
         Args:
             param: One of the optimizer's.

@@ -159,7 +159,7 @@ def reshard_to(
     union_process_group: GroupLike = None,
     limit_seconds: float | None = None,
 ) -> None:
-    """Reshards a model in place: over other ranks, or in another way over the same ones.
+    """Reshards a model in place, over different ranks, or in a different way over the same ranks.
 
         >>> import torch
         >>> from scale_fsdp import fully_shard, reshard_to

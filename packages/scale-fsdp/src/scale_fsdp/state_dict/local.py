@@ -175,8 +175,8 @@ def consolidate_local_state_dicts(local_state_dicts: Sequence[Mapping[str, Any]]
         local_state_dicts: The result of `local_state_dict()` on each rank, or from a file, in any order.
 
     Raises:
-        ValueError: A state lacks its metadata, a rank is missing or there twice, or the ranks saved
-            different models; a parameter is missing or has another size.
+        ValueError: A state lacks its metadata, a rank is missing or occurs twice, the ranks saved different models, or
+            a parameter is missing or has a different size.
 
     See also: [the guide to state dicts](../guides/saving.md).
     """

@@ -56,7 +56,7 @@ def plan_units(
     """The qualified names of the modules that `policy` makes units, children before parents; changes nothing.
 
     A module with several names is planned once, under its first one. A module that is a `wrapper_cls` already, or has
-    only local shards, is left alone, and its parameters count for no other unit.
+    only local shards, stays as it is, and its parameters count for no other unit.
 
     Raises:
         TypeError: `policy` is neither a Policy nor callable.
@@ -311,7 +311,7 @@ def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[nn.Modu
 
     Args:
         mod: Any module.
-        skip_empty: Leave out those that have no parameters of their own.
+        skip_empty: Leave out modules whose parameters all belong to modules inside.
 
     See also: [the guide to FSDP](../guides/fsdp.md).
     """

@@ -51,7 +51,7 @@ class Policy(ABC):
     """Selects units; called for a module before (`enters`) and after its children (`selects`).
 
     Attributes:
-        wraps_leaves: A module that `enters` refuses may still be a unit.
+        wraps_leaves: A module may be a unit even if `enters` is False for it.
 
     Examples:
         >>> from torch import nn

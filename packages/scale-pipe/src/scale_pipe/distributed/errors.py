@@ -30,7 +30,7 @@ _LONGEST_TEXT = 20_000
 class StageError(StepError):
     """A stage has failed, so all ranks aborted the step; each of them raises this, with the first traceback.
 
-    Gradients are as before the step, and training can go on with the next batch.
+    Gradients are the same as before the step, and training can continue with the next batch.
 
     Attributes:
         rank: The rank where it was raised.

@@ -83,8 +83,8 @@ class DistributedPipe(StageModuleView):
             optimizer.step()
             optimizer.zero_grad()
 
-    A step equals plain PyTorch on the batch. Each micro-batch counts as many samples as it has, so the loss function
-    gives a mean over samples, or over the targets that count, as with `ignore_index`.
+    A step equals plain PyTorch on the batch. Each micro-batch counts by its number of samples. So the loss function
+    must return a mean over samples, or over the targets that count, for example with `ignore_index`.
 
     Args:
         module: An `nn.Sequential`, or the stages that `split(model, [...])` returns; a rank keeps only its own.
@@ -92,8 +92,8 @@ class DistributedPipe(StageModuleView):
             and the following steps run the schedule that the solver finds for these times.
         balance: The number of layers of each stage, for a sequence.
         chunks: The most micro-batches of a step; a `Schedule` has its own number.
-        process_group: The ranks, in the order of the stages: a `ProcessGroup`, a `DeviceMesh` axis, or a
-            `ParallelDims`, of which it takes `pp`; None for all.
+        process_group: The ranks, in the order of the stages: a `ProcessGroup`, a `DeviceMesh` axis, or the `pp` axis of
+            a `ParallelDims`. None is all ranks.
         device: The device to which the stages of this rank are moved; None leaves them where they are. Stages on the
             meta device stay there: give this rank's stages memory and values before the first step.
         checkpoint: "never", "always" or "except_last": the micro-batches whose activations are recomputed in the
@@ -255,8 +255,8 @@ class DistributedPipe(StageModuleView):
             The mean loss of the batch: a detached scalar, the same on all ranks.
 
         Raises:
-            StageError: A stage has failed, or its arguments are wrong; on all ranks. Gradients are as before the
-                step, and training can go on. One reason is a loss that is a mean over a different number of
+            StageError: A stage has failed, or its arguments are wrong; on all ranks. Gradients are the same as before
+                the step, and training can continue. One reason is a loss that is a mean over a different number of
                 elements in each micro-batch, so that the mean of these losses is not the mean over the batch.
             ScaleDistributedError: A rank was lost.
         """
@@ -442,7 +442,7 @@ class DistributedPipe(StageModuleView):
         return clip(gradients, float(max_norm), float(norm_type), self._limit, [self])
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """Returns this rank's copies of shared parameters that another rank counts in a norm."""
+        """Returns this rank's copies of shared parameters that a different rank counts in a norm."""
         return self._shared.counted_elsewhere()
 
     def shared_names(self) -> dict[Tensor, str]:

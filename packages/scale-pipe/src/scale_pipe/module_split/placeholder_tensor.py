@@ -30,7 +30,7 @@ _FILLED_LIKE = frozenset(
 
 
 class PlaceholderTensorError(ScaleError):
-    """A stage needs values that another stage has computed and that were not sent to it.
+    """A stage needs values of a different stage that were not sent to it.
 
     See also: [what to do about a PlaceholderTensorError](../guides/troubleshooting.md#placeholdertensorerror).
     """

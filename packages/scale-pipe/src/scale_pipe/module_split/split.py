@@ -59,8 +59,8 @@ def split(
         hold: By the name of a module or parameter, the stage that holds it where that order is not the order of use;
             several stages for one that all of them use, for example an embedding whose weight is the output layer's
             too.
-        pass_on: The names of the model's arguments whose tensors later stages need themselves, such as "labels"; of the
-            others they know the shapes. None passes all on.
+        pass_on: The names of the arguments whose tensors later stages need, for example "labels". Of all other
+            arguments they get only the shapes. None passes on all.
 
     Returns:
         One stage more than there are cuts. Where an `nn.Sequential` is cut at its own layers, they are sequences.

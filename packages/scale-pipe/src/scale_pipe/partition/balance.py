@@ -152,7 +152,7 @@ def balance_by_makespan(
 
     Raises:
         TypeError: As in `balance_by_time`.
-        ValueError: As in `balance_by_time`; or the schedule has another number of stages.
+        ValueError: As in `balance_by_time`, or the schedule has a different number of stages.
 
     Examples:
         >>> import torch

@@ -69,7 +69,7 @@ def profile_stages(
         4
 
     Args:
-        stages: Of `split`, or any modules that follow one another.
+        stages: The result of `split`, or any modules that run in this order.
         args: One micro-batch, as the first stage takes it.
         seconds: Wall clock to spend on all stages, after each has run twice.
         link: Seconds of a transfer, of all links or by link.

@@ -81,9 +81,9 @@ def one_forward_one_backward(num_ranks: int, num_micro_batches: int) -> Schedule
 def interleaved_1f1b(num_ranks: int, num_micro_batches: int, stages_per_rank: int = 2) -> Schedule:
     """1F1B with several stages per rank, in a loop: the pipeline fills in stages, which are shorter than ranks.
 
-    Micro-batches, in any number, pass all stages in rounds of at least P, so that none waits for another: as many
-    rounds as possible, and even ones. Its bubble is minimal from P micro-batches on; where P does not divide their
-    number, larger rounds hold more. With one stage per rank it is 1F1B.
+    Any number of micro-batches passes all stages in rounds of at least P, so that no rank waits. There are as many
+    rounds as possible, of equal sizes if possible. Its bubble is minimal from P micro-batches on; where P does not
+    divide their number, larger rounds hold more. With one stage per rank it is 1F1B.
 
     Raises:
         ValueError: A number is not positive.

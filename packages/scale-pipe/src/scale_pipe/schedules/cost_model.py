@@ -20,9 +20,8 @@ class Costs:
         forward: Time of the forward, by stage.
         input_gradient: Time of the gradient of the input, by stage.
         weight_gradient: Time of the gradients of the parameters, by stage.
-        link: Time of a transfer between stage s and s + 1, either way, at index s, where these are on two ranks. A
-            link between two ranks carries one tensor after another in each direction. Between stages of one rank
-            nothing moves.
+        link: Time of a transfer between stage s and s + 1, either way, at index s, where these are on two ranks. A link
+            between two ranks carries one tensor at a time in each direction. Between stages of one rank nothing moves.
 
     Raises:
         ValueError: The lengths differ, or a time is negative or not finite.
@@ -110,7 +109,7 @@ class Costs:
         return self.forward[stage] + self.input_gradient[stage] + self.weight_gradient[stage]
 
     def check_for(self, placement: StagePlacement) -> None:
-        """Raises `ValueError` if the placement has another number of stages."""
+        """Raises `ValueError` if the placement has a different number of stages."""
         if placement.num_stages != self.num_stages:
             raise ValueError(
                 f"the placement has {placement.num_stages} stages, but there are costs for {self.num_stages}; "

@@ -90,7 +90,7 @@ class Schedule:
         """Reads a result of `to_json`.
 
         Raises:
-            ValueError: It is not a schedule, or one of another format.
+            ValueError: It is not a schedule, or it has a different format.
         """
         try:
             file_format = content["format"]
@@ -155,7 +155,7 @@ class ScheduleError(ValueError):
 
 
 class DeadlockError(ScheduleError):
-    """Ranks wait for one another in a circle; the message says for each which action it waits for.
+    """Ranks wait for each other in a circle. The message says for which action each rank waits.
 
     See also: [the guide to pipeline schedules](../guides/pipe.md#validate-and-simulate).
     """

@@ -114,7 +114,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> ScheduleSimulati
 
     Raises:
         ScheduleError: It cannot run; see `validate`.
-        ValueError: The costs are for another number of stages.
+        ValueError: The costs are for a different number of stages.
 
     Examples:
         >>> from scale_pipe import simulate

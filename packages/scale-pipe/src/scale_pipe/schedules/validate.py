@@ -60,8 +60,8 @@ def validate(
         transport: The model of transfers; the strictest by default.
 
     Raises:
-        ScheduleError: An action is missing, too many, on the wrong rank, or before its inputs.
-        DeadlockError: Ranks wait for one another.
+        ScheduleError: An action is missing, occurs twice, is on the wrong rank, or comes before its inputs.
+        DeadlockError: Ranks wait for each other.
         MemoryCapError: A rank holds more than the cap.
         ValueError: The transport is none of the three, or there is not one cap for each rank.
 

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Namespace:
-    """A namespace of skips: "skip" in one namespace is another than "skip" in the next one.
+    """A namespace of skips: "skip" in one namespace is not the "skip" of a different namespace.
 
     Copies of a namespace, pickled ones too, are the same namespace.
 

@@ -1,7 +1,7 @@
 """Scale's keys for the state of another library: `model.<name>` and `optim.<name>.<key>`, from nested dicts.
 
 Libraries agree on no layout, but on a few words for its parts. Values without a name (an optimizer's state by number)
-are refused and not guessed: two parameters of one shape would be exchanged in silence.
+raise an error. A guess could exchange two parameters of the same shape without an error.
 """
 
 from __future__ import annotations

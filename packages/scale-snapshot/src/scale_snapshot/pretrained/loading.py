@@ -59,8 +59,8 @@ def load_pretrained(
     """Loads weights as `save_pretrained` of Hugging Face writes them, or a download from the hub has them.
 
     To be called on every rank, after the model is sharded, divided or cut into stages, and before its optimizer is
-    built. Each rank reads the bytes of its own shards and no others, straight into their memory; bytes that several
-    ranks of a node need is read from the disk once. Names, shapes and dtypes are compared before anything is changed.
+    built. Each rank reads only the bytes of its own shards, straight into their memory. Bytes that several ranks of a
+    node need are read from the disk once. Names, shapes and dtypes are compared before anything is changed.
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
@@ -82,11 +82,11 @@ def load_pretrained(
         process_group: The ranks that hold the model together; the default group if None.
 
     Raises:
-        ForeignCheckpointError: On every rank: it is a checkpoint of another format, for example `pytorch_model.bin`;
-            the error says how it is converted.
-        SnapshotError: On every rank: the folder belongs to another model (`StateMismatch` is the cause; it lists the
-            tensors that is missing, unexpected or of another shape or dtype, with near names), it is damaged, a
-            conversion is not known, or a buffer on meta has got no values.
+        ForeignCheckpointError: On every rank: the checkpoint has a different format, for example `pytorch_model.bin`.
+            The error says how to convert it.
+        SnapshotError: On every rank: the folder belongs to a different model, it is damaged, a conversion is not known,
+            or a buffer on meta has got no values. For a different model the cause is a `StateMismatch`, which lists the
+            tensors that are missing, unexpected or of a different shape or dtype, with near names.
 
     Examples:
         >>> import tempfile, torch

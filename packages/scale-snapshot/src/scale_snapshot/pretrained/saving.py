@@ -62,8 +62,8 @@ def save_pretrained(
         folder: It must not exist, or be empty.
         max_shard_size: Of the data of a file, in bytes or as a text; above it there are several, with an index.
         config: The writer of `config.json`, by its `save_pretrained` or `to_json_file`; None is the model's own.
-        save_original_format: Whether the names and shapes are those that the model is published in, where transformers
-            has others, as of experts; it reads both.
+        save_original_format: Whether to write the names and shapes in which the model was published, if transformers
+            has different ones, for example for experts. transformers reads both.
         process_group: The ranks that hold the model together; the default group if None.
 
     Returns:
@@ -71,8 +71,8 @@ def save_pretrained(
 
     Raises:
         ValueError: `max_shard_size` is not a size.
-        SnapshotError: On every rank, whichever failed: there is something in the folder, the disk is full, a conversion
-            can't be undone, or each rank has an expert of its own. Nothing has been written under this name then.
+        SnapshotError: On every rank, whichever failed: the folder is not empty, the disk is full, a conversion can't be
+            undone, or each rank has a different expert. Nothing is written under this name then.
 
     Examples:
         >>> import tempfile, torch

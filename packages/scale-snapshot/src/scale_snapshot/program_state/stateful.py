@@ -1,8 +1,8 @@
 """Objects with a state of their own: schedulers, scalers, data loaders, random states, and one's own classes.
 
 The result of `state_dict()` stands under the name of its object, entry by entry: tensors in the tensor files, the rest
-as JSON. Ranks that all have the same state save it once. Where they differ, each rank's stands for itself under
-`<name>.ranks[<rank>]`, and another number of ranks needs a choice for each of them.
+as JSON. Ranks that all have the same state save it once. If they differ, each rank saves its own under
+`<name>.ranks[<rank>]`, and a different number of ranks needs a choice for each of them.
 """
 
 from __future__ import annotations

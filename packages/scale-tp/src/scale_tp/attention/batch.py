@@ -63,28 +63,28 @@ def get_batch_on_this_cp_rank(
 
     All ranks of the group have the same batch, of full sequences. Besides the parts of its tensors the result has
     `position_ids`. Where there are `labels`, it also has `num_items_in_batch`, and for a causal model `shift_labels`,
-    the labels shifted before they were cut. So the mean of `model(**part).loss` over the ranks of
-    `loss_process_group` is the loss of all their tokens. With a causal model `attention_mask` has ones alone,
-    which keeps transformers from taking the part for packed sequences, since its positions are no single run; but where
-    padding would be attended to, it is a mask of this rank's positions [batch, 1, positions or 1, positions], as models
-    of transformers take it, which `context_parallel` knows for padding.
+    the labels shifted before they were cut. So the mean of `model(**part).loss` over the ranks of `loss_process_group`
+    is the loss of all their tokens. With a causal model, `attention_mask` has only ones. Without it, transformers would
+    treat the part as packed sequences, because its positions are not one run. If padding would be attended to, it is a
+    mask of this rank's positions [batch, 1, positions or 1, positions], in the form of transformers. `context_parallel`
+    reads it as padding.
 
     Args:
-        batch: Tensors [batch, length, ...] by name; `input_ids` or `inputs_embeds` has the length. Padding,
-            the zeros of `attention_mask`, has labels that are ignored, and costs least on the right. A value that is
-            no tensor is handed on, and so is a `num_items_in_batch`, for gradients that are accumulated: then it is
-            `num_tokens_per_rank` of all of them.
+        batch: Tensors [batch, length, ...] by name; `input_ids` or `inputs_embeds` has the length. Padding, the zeros
+            of `attention_mask`, has labels that are ignored, and costs least on the right. Values that are not tensors
+            are passed on unchanged. This includes `num_items_in_batch`. If you accumulate gradients, pass
+            `num_tokens_per_rank` of all micro-batches as this value.
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
-            this process alone.
+            only this process.
         loss_process_group: The ranks whose gradients are averaged; None is the data and the context axis together. It
             is needed where there are labels and `process_group` is a group.
         is_causal: Whether the model predicts the token after each position, from it and those before.
-        ignore_index: Of labels that do not count. Another than -100 is in the part of a batch with labels, for the
-            model's loss.
+        ignore_index: The value of labels that do not count. If it is not -100, a batch with labels gets it as an entry,
+            for the model's loss.
 
     Raises:
-        ValueError: The length does not divide; padding counts in the labels; sequences are packed; the batch has
-            another `ignore_index`.
+        ValueError: The length does not divide, padding counts in the labels, sequences are packed, or the batch has a
+            different `ignore_index`.
 
     Examples:
         >>> import torch

@@ -50,17 +50,17 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
 
     Args:
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
-            this process alone.
+            only this process.
         attention: "ring" passes keys and values round (`ring_attention`), "ulysses" exchanges the sequence for heads
             (`ulysses_attention`), which allows dropout.
 
     Raises:
-        ValueError: In an attention whose result would differ from one process: a mask that says more than which keys
-            are padding, dropout with "ring", keys of another length than the queries (cross attention, a cache), parts
-            that are the same on all ranks. After the forward of a model of transformers without `position_ids`, or with
-            sliding windows. At the end of the block, where no attention was computed. In a backward pass behind the
-            block, where a checkpoint computes attention again.
-        TransferError: A mask is there on some of the ranks alone.
+        ValueError: In an attention whose result would differ from one process: a mask of anything but padding keys,
+            dropout with "ring", keys and queries of different length (cross attention, a cache), or parts that are the
+            same on all ranks. After the forward of a model of transformers without `position_ids`, or with sliding
+            windows. At the end of the block, where no attention was computed. In a backward pass behind the block,
+            where a checkpoint computes attention again.
+        TransferError: Only some of the ranks have a mask.
 
     Examples:
         >>> import torch

@@ -50,8 +50,8 @@ def position_ids(
 
     Args:
         length: How many positions the full sequence has.
-        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this
-            process alone.
+        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or only this
+            process.
         order: As in `rank_positions`.
         device: Where the result is made.
 
@@ -78,8 +78,8 @@ def split_sequence(tensor: Tensor, process_group: GroupLike = None, *, dim: int 
 
     Args:
         tensor: [..., length, ...], any dtype.
-        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this
-            process alone.
+        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or only this
+            process.
         dim: The dimension of the sequence.
         order: As in `rank_positions`.
 
@@ -108,10 +108,10 @@ def join_sequence(
 
     Args:
         tensor: [..., positions held, ...], this rank's shard.
-        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or this
-            process alone.
+        process_group: The ranks that divide it; None is the context axis of `initialize_model_parallel`, or only this
+            process.
         dim: The dimension of the sequence.
-        length: How many positions the full sequence has; None is as many as the ranks hold together.
+        length: The number of positions of the full sequence. None is the sum over the ranks.
         order: As in `rank_positions`.
 
     Returns:
@@ -119,7 +119,7 @@ def join_sequence(
 
     Raises:
         TransferError: A rank did not come.
-        ValueError: On all ranks: a part has another length than a rank holds of such a sequence, or the ranks differ.
+        ValueError: On all ranks: a part has not the length that a rank holds of such a sequence, or the ranks differ.
 
     Examples:
         >>> import torch

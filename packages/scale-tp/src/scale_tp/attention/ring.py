@@ -108,20 +108,21 @@ def ring_attention(
         key: [batch, key-value heads, positions held, head size]; the heads are a multiple of the key-value heads.
         value: [batch, key-value heads, positions held, value size].
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
-            this process alone.
+            only this process.
         is_causal: No position looks at a later one.
         scale: The factor of the scores; None is one over the root of the head size.
-        length: How many positions the full sequence has; None is as many on each rank as here.
+        length: The number of positions of the full sequence. None means that each rank holds the same number as this
+            one.
         order: Which positions each rank holds, as in `split_sequence`.
-        key_padding_mask: [batch, length] bool, the same on all ranks, of the full sequence: True at keys that no
-            query sees, as of `nn.MultiheadAttention`.
+        key_padding_mask: [batch, length] bool, the same on all ranks, of the full sequence: True at keys that no query
+            sees, as in `nn.MultiheadAttention`.
 
     Returns:
         [batch, heads, positions held, value size], in the query's dtype; 0 where a query sees no key.
 
     Raises:
         TransferError: A rank did not take part.
-        ValueError: The shapes or dtypes do not fit each other, this rank holds another part of the sequence, or the
+        ValueError: The shapes or dtypes do not fit each other, this rank holds a different part of the sequence, or the
             ranks differ.
 
     Examples:

@@ -53,11 +53,13 @@ def ulysses_attention(
         key: [batch, key-value heads, positions held, head size]; the heads are a multiple of the key-value heads.
         value: [batch, key-value heads, positions held, value size].
         process_group: The ranks that divide the sequence; None is the context axis of `initialize_model_parallel`, or
-            this process alone.
-        attention: Called as `attention(query, key, value, **options)` with this rank's heads over all positions, in
-            their order, and as many key-value heads as heads; returns [batch, heads, positions, value size]. With
-            `dropout_p` in the options, ranks draw different numbers in it, and go on with equal numbers after it.
-        length: How many positions the full sequence has; None is as many on each rank as here.
+            only this process.
+        attention: Called as `attention(query, key, value, **options)` with this rank's heads over all positions in
+            order, and with equal numbers of key-value heads and heads. It returns [batch, heads, positions, value
+            size]. With `dropout_p` in the options, ranks draw different random numbers inside, and equal ones
+            afterwards.
+        length: The number of positions of the full sequence. None means that each rank holds the same number as this
+            one.
         order: Which positions each rank holds, as in `split_sequence`.
         **options: Passed to `attention`, for example is_causal=True.
 
@@ -66,7 +68,7 @@ def ulysses_attention(
 
     Raises:
         TransferError: A rank did not take part.
-        ValueError: The shapes or dtypes do not fit each other, this rank holds another part of the sequence, or the
+        ValueError: The shapes or dtypes do not fit each other, this rank holds a different part of the sequence, or the
             ranks differ.
 
     Examples:

@@ -30,7 +30,7 @@ class Style:
         divides: The dimension of the weight that is divided: the outputs or inputs of a linear layer, the words or
             the width of an embedding; "sequence" divides no weight, but the module's activations; and "nothing".
         input: The input: all of it, the same on all ranks, or a rank's shard, as a layer before gives it.
-        output: The output: all of it, or a rank's "part"; or a "summand", which another module sums.
+        output: The output: all of it, a rank's "part", or a "summand" that a later module sums.
         stacked: How many matrices of equal size the weight is made of, each divided by itself: 2 for gate and up
             projections in one layer.
         interleaved: The matrices of several outputs alternate row by row, as where the model takes `x[..., ::2]` and

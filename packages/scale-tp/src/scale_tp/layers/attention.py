@@ -41,7 +41,7 @@ class ParallelAttention(nn.Module):
         head_dim: Size of one head; None is `embed_dim / num_heads`.
         bias: Whether the projections have biases.
         causal: No position looks at a later one.
-        attend: Computes attention of this rank's heads; it gets as many key-value heads as there are here.
+        attend: Computes attention of this rank's heads. It gets equal numbers of query and key-value heads.
         init_method: Fills each full weight in place, as in `ColumnParallelLinear`.
         process_group: The ranks that divide the heads; None is the model axis of `initialize_model_parallel`.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.

@@ -50,14 +50,15 @@ def vocab_parallel_cross_entropy(
             gives, or a slice of it, for example `logits[:, :-1]`. They are not changed or copied. Logits of
             all words, the same on all ranks as with `gather_output`, are an error.
         target: [...] of integers: words of the full vocabulary; the same on all ranks.
-        weight: [words of all ranks], floating point, the same on all ranks: the loss of a target is multiplied by that
-            of its word, and "mean" divides by the sum of them. Not together with label smoothing or a z-loss.
+        weight: [words of all ranks], floating point, the same on all ranks: the loss of a target is multiplied by the
+            weight of its word, and "mean" divides by the sum of these weights. Not together with label smoothing or a
+            z-loss.
         ignore_index: Where the target is this, the loss is 0, and `"mean"` does not count it.
         label_smoothing: From 0 to 1, as in `torch.nn.functional.cross_entropy`.
         reduction: "none" gives a loss for each target, "sum" adds them, "mean" divides by those that count.
         z_loss: Factor of log(sum of exp(logits))^2, which is added to keep logits from drifting away.
-        vocabulary_size: How many words all ranks have, divided as evenly as can be. None asks the other ranks how many
-            they have, in one small message more, and refuses logits that are the same on all ranks.
+        vocabulary_size: How many words all ranks have, divided as evenly as can be. None asks the other ranks for their
+            numbers with one more small message, and raises if the logits are the same on all ranks.
         process_group: The ranks; None is the model axis of `initialize_model_parallel`, or only this process.
 
     Returns:
@@ -65,8 +66,8 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         TypeError: An argument that has to be a tensor or a number is none.
-        ValueError: The shapes don't fit, or an option makes no sense, alone or with another one; or all ranks have the
-            same logits, of all words (on CUDA an error of the device).
+        ValueError: The shapes don't fit, options are invalid or contradict each other, or all ranks have the same
+            logits of all words (on CUDA an error of the device).
         IndexError: A target is not a word (on CUDA, as in torch, an error of the device).
 
     Examples:

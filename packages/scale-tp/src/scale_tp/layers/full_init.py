@@ -22,8 +22,8 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
     """Has a function initialize a divided module as if it were not; each rank keeps its shard of the values.
 
     A function that draws into a part computes with the part's number of inputs and outputs and, from one seed, gives
-    all ranks the same numbers. Here it finds parameters that have the full shape, and random numbers go on as if they
-    had been drawn for the full ones. Nothing is sent: all ranks call it from the same random state.
+    all ranks the same numbers. Here it sees parameters with the full shape, and the random state afterwards is the one
+    after drawing the full parameters. Nothing is sent: all ranks call it from the same random state.
 
     Args:
         module: A module that is divided, or that holds such; on the meta device nothing happens to its parameters.
@@ -35,9 +35,9 @@ def init_as_full(module: _Module, function: Callable[[_Module], object]) -> _Mod
         The module.
 
     Raises:
-        TypeError: An argument is of another kind.
-        ValueError: A parameter is no longer the part that its layer has, as after `fully_shard`, or `function` has put
-            another one in its place.
+        TypeError: An argument has a different type.
+        ValueError: A parameter is no longer the layer's part, for example after `fully_shard`, or `function` has
+            replaced it.
 
     Example:
         init_as_full(model, lambda model: model.apply(initialize))

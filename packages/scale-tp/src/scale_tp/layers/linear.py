@@ -106,7 +106,7 @@ class ColumnParallelLinear(_ParallelLinear):
             does nothing leaves the memory unchanged, for a checkpoint.
         stride: The number of equal matrices stacked in this one, each divided by itself.
         keep_master_weight_for_test: Keep the full weight, as it began, in `master_weight`.
-        process_group: The ranks that divide the layer: a `ProcessGroup` or a `DeviceMesh` axis; None is the model axis
+        process_group: The ranks that divide the layer: a `ProcessGroup` or a `DeviceMesh` axis. None is the model axis
             of `initialize_model_parallel`, or only this process.
         device: Where the parameters are; on "meta" they get no values until `reset_parameters()`.
         dtype: Of the parameters.
@@ -177,7 +177,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
         Raises:
             TypeError: The input is not a tensor.
-            ValueError: The input has another last dimension, or is not inside where it should be.
+            ValueError: The input has a different last dimension, or it is not inside the divided region where it
+                should be.
         """
         check_num_features("ColumnParallelLinear", input_, self.in_features)
         inside = input_
@@ -276,7 +277,7 @@ class RowParallelLinear(_ParallelLinear):
             [..., out_features], the same on all ranks or, with `sequence_parallel`, this rank's part of the sequence.
 
         Raises:
-            ValueError: The input has another last dimension, on this rank or on another one.
+            ValueError: The input has a different last dimension on this rank or a different rank.
         """
         if self.group.size == 1:
             check_num_features("RowParallelLinear", input_, self.in_features)

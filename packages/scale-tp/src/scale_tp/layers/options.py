@@ -21,8 +21,8 @@ class LayerOptions:
             parts are gathered; or the output of a `RowParallelLinear` or a `VocabParallelEmbedding`.
         sequence_dim: The dimension of the sequence then.
         split: Which output features of a `ColumnParallelLinear`, or input features of a `RowParallelLinear`, each rank
-            has, in place of `stride`. Ranks may have copies of each other's output features, as of key-value heads; the
-            gradients of copies are summed.
+            has, in place of `stride`. Ranks may have copies of the same output features, for example of key-value
+            heads. The gradients of copies are summed.
         overlap_pieces: In a `ColumnParallelLinear` the number of pieces of the other ranks' parts of the sequence,
             each multiplied while the next ones are sent; in the backward pass the gradient of the input is sent while
             the gradient of the weight is computed, and without `sequence_parallel` only that. In a `RowParallelLinear`

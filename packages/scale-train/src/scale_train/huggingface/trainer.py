@@ -47,7 +47,7 @@ class ScaleTrainerMixin(_Base):
     optimizer and scheduler, from which any number of ranks resumes; so all ranks must see the output directory.
 
     Args:
-        args: As of the trainer, as are keywords that are not named here.
+        args: Arguments of the trainer. Keywords that are not named here also go to the trainer.
         sharding: "fsdp" cuts parameters, gradients and optimizer state (`fully_shard`), "sharded_ddp" the last two
             (`ShardedDataParallel`), "oss" the optimizer state, with `DistributedDataParallel`.
         sharding_options: Keywords for `fully_shard_modules`, with `policy` if it is not to be the blocks that the model
@@ -76,7 +76,7 @@ class ScaleTrainerMixin(_Base):
         self._check_arguments()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Builds the accelerator, which finds the model in our wrapper, too: losses depend on its class."""
+        """Builds the accelerator, which also sees the model inside our wrapper, because losses depend on its class."""
         super().create_accelerator_and_postprocess()
         unwrap_model = self.accelerator.unwrap_model
 

@@ -13,7 +13,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def checkpoint_wrapper(module: M, offload_to_cpu: Any = False, **kwargs: Any) -> M:
-    """Makes a module keep its inputs alone, and compute the rest again in the backward pass.
+    """Makes a module keep only its inputs, and compute everything else again in the backward pass.
 
     Args:
         module: Changed in place, and returned.

@@ -117,7 +117,7 @@ def lower_bound(
         memory_cap: Live micro-batches in model equivalents, for all ranks or by rank; None for no limit.
 
     Raises:
-        ValueError: The costs are for another number of stages, or there is not one cap for each rank.
+        ValueError: The costs are for a different number of stages, or the number of caps is not the number of ranks.
 
     Examples:
         >>> from scale_pipe import Costs

@@ -108,7 +108,7 @@ def solve(
     Args:
         costs: Times of each stage and link. A link's time counts where its two stages are on different ranks, which
             differs between a wave and a loop.
-        num_ranks: P; there are at least as many stages.
+        num_ranks: P. The number of stages is at least P.
         num_micro_batches: M.
         memory_cap: Live micro-batches on a rank, in model equivalents, for all ranks or by rank; None for no limit.
         placement: The rank of each stage; None tries a wave (V) and a loop.

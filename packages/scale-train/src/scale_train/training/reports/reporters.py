@@ -448,7 +448,7 @@ def loading_bar(*, shown: bool = True, console: Console | None = None) -> Iterat
 
     Args:
         shown: Whether this rank shows anything; one of them is enough.
-        console: As of `initialization_bar`.
+        console: As in `initialization_bar`.
 
     Examples:
         >>> import tempfile, torch
