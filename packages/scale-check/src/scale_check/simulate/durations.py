@@ -233,24 +233,3 @@ def _is_causal(func: Any, args: Any, kwargs: Any) -> bool | None:
 
 def _has_kernel(func: Any) -> bool:
     return not (func.is_view or func.name().startswith((*_NO_KERNEL, "c10d::", _FUNCTIONAL)))
-
-
-class OperatorBytes(TorchDispatchMode):
-    """Counts the bytes of operators that are no products, as `FlopCounterMode` counts the operations of products.
-
-    Args:
-        excluded: Beginnings of names of operators that are not counted.
-    """
-
-    def __init__(self, *excluded: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._excluded = excluded
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(compat.is_wrapper, types)):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket not in flop_registry and not func.name().startswith(self._excluded):
-            self.total += operator_bytes(func, args, kwargs or {}, result)
-        return result

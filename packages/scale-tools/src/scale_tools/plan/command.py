@@ -24,9 +24,9 @@ from rich.progress import Progress
 from scale_tools.plan.estimate import Estimate, count_parameters, estimate, least_bytes
 from scale_tools.plan.model import PlannedModel, planned_model
 from scale_tools.plan.options import PlanOptions
+from scale_tools.plan.rates import attention_tflops
 from scale_tools.plan.report import as_json, draw, print_plan
 from scale_tools.plan.rows import judge, suggest
-from scale_tools.plan.step_time import attention_tflops
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.configuration.checks import expert_problems, number_problem
 from scale_train.configuration.resolve import expert_parallel_problem, model_config, parse_bytes

@@ -2,15 +2,13 @@
 
 The second step is counted, since AdamW makes its state in the first. Of a pipeline the first and the last rank, and the
 one with the most blocks times live micro-batches, run the schedule's own order of computations on their own stages: the
-highest peak and the longest step count. What they exchange is added up from the shapes.
+highest peak and the most bytes count. What they exchange is added up from the shapes.
 
-The time of a step comes from simulated streams, with the rates of the options; for a pipeline see `stages`. Where a
-model does not run there, the time is a sum (`step_time`).
+The time of a step comes from simulated streams, with the rates of the options; for a pipeline see `stages`.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -21,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from scale_check.simulate import Simulation, simulate
-from scale_check.simulate.durations import OperatorBytes, durations
+from scale_check.simulate.durations import durations
 from scale_check.simulate.memory import Memory
 from scale_core.comm.group import Group, group_of
 from scale_core.comm.mesh import ParallelDims
@@ -32,19 +29,17 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.shard import full_numel
 from scale_fsdp import ShardOptions
 from scale_oss import OSS, ShardedDataParallel
-from scale_pipe.schedules.simulation import simulate as simulate_schedule
 from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.parallelize import autocast, build, checkpoint_blocks, dims_of
+from scale_tools.plan.rates import rates_of
 from scale_tools.plan.stages import (
     averaged_bytes,
     build_stage,
     pipeline_seconds,
     ranks_to_simulate,
-    schedule_of,
     step_of_stage,
 )
-from scale_tools.plan.step_time import StepWork, rates_of, step_seconds
 from scale_tools.plan.strategies import Strategy
 from scale_tp import context_parallel, parallelize, position_ids, split_sequence
 from scale_train.errors import InputError
@@ -56,25 +51,6 @@ from scale_train.training.parallel.parallelize_gpt import (
 )
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
-def _attention_backward_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, query, key, value))
-
-
-# torch's counter knows the attention kernels of GPUs; these are the same on the host.
-_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
-
-
-_NOT_COUNTED = ("aten::_fused_", *(f"aten::{operator.__name__}" for operator in _FLOPS))
-"""Operators of the optimizer, and those whose operations are counted."""
-
-
 @dataclass(frozen=True)
 class Estimate:
     """What one rank needs with a strategy.
@@ -84,10 +60,8 @@ class Estimate:
         peak_by_kind: Bytes of the device at its peak, by what they are for.
         host_peak_by_kind: Likewise of the host, where something is kept there.
         bytes_sent: Bytes that the rank sends in a step, by collective.
-        work: What the time of a step follows from, where it is not simulated.
-        seconds: The time of a step on simulated streams; None where the model does not run there.
-        reserved_bytes: What torch's allocator reserves of the device, more than what tensors take; None for a pipeline
-            and where the model does not run on simulated streams.
+        seconds: The time of a step on simulated streams; None where nothing was run.
+        reserved_bytes: What torch's allocator reserves of the device, more than what tensors take; None for a pipeline.
         at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
             nothing more was looked at.
         problem: Why the model can't be trained so; "" where it can.
@@ -97,7 +71,6 @@ class Estimate:
     peak_by_kind: dict[str, int] = field(default_factory=dict)
     host_peak_by_kind: dict[str, int] = field(default_factory=dict)
     bytes_sent: dict[str, int] = field(default_factory=dict)
-    work: StepWork | None = None
     seconds: float | None = None
     reserved_bytes: int | None = None
     at_least_bytes: int = 0
@@ -107,6 +80,11 @@ class Estimate:
     def peak_bytes(self) -> int:
         """The most bytes of the device, or what is known to be needed at least."""
         return sum(self.peak_by_kind.values()) or self.at_least_bytes
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether nothing was run, because the state alone is too much."""
+        return not self.peak_by_kind and not self.problem
 
     @property
     def host_bytes(self) -> int:
@@ -154,17 +132,12 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         with simulation.aside():
             dims = dims_of(asked)
         # On the host, where shards that are offloaded stay.
-        replica = _replica(planned, strategy, options, dims, simulation)
-        optimizer = replica.optimizer
-        operators = _two_steps(replica.step, simulation)
-        updated = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
-        if isinstance(optimizer, OSS):
-            updated = sum(param.numel() for param in optimizer.param_groups[0]["params"]) // dims.size("loss")
-        estimate = _read(strategy, simulation, operators, updated, dims, replica.offloaded_bytes)
-    streamed = step_on_streams(planned, strategy, options)
-    if streamed is None:
-        return estimate
-    return replace(estimate, seconds=streamed.seconds, reserved_bytes=streamed.reserved_bytes)
+        step = _step_of_replica(planned, strategy, options, dims, simulation)
+        _two_steps(step, simulation)
+        host = _host_peak(simulation.on("cpu")) if strategy.has_host_memory else {}
+        peak_by_kind, bytes_sent = simulation.peak_by_kind, simulation.bytes_sent
+    seconds, reserved_bytes = step_on_streams(planned, strategy, options)
+    return Estimate(strategy, peak_by_kind, host, bytes_sent, seconds, reserved_bytes)
 
 
 class StreamedStep(NamedTuple):
@@ -174,37 +147,25 @@ class StreamedStep(NamedTuple):
     reserved_bytes: int
 
 
-def step_on_streams(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> StreamedStep | None:
-    """Runs three steps on simulated streams; None where the model does not run there."""
+def step_on_streams(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> StreamedStep:
+    """Runs three steps on simulated streams."""
     asked, rates = strategy.parallel_options(options.precision), rates_of(options, strategy.ranks)
-    try:
-        with simulate(world_size=strategy.ranks, device="sim", check=False) as simulation:
-            with simulation.aside():
-                dims = dims_of(asked)
-            with durations(simulation, rates.of_streams()) as clocks:
-                replica = _replica(planned, strategy, options, dims, simulation)
-                simulation.empty_cache()  # Of the whole model, which fully_shard makes unit by unit.
-                simulation.restart()
-                for _ in range(3):
-                    clocks.host = begin = clocks.now
-                    replica.step()
-                return StreamedStep(clocks.now - begin, simulation.peak_reserved_bytes)
-    except (ValueError, TypeError, RuntimeError):  # For example, an operator has no kernel there.
-        return None
+    with simulate(world_size=strategy.ranks, device="sim", check=False) as simulation:
+        with simulation.aside():
+            dims = dims_of(asked)
+        with durations(simulation, rates) as clocks:
+            step = _step_of_replica(planned, strategy, options, dims, simulation)
+            simulation.empty_cache()  # Of the whole model, which fully_shard makes unit by unit.
+            simulation.restart()
+            for _ in range(3):
+                clocks.host = begin = clocks.now
+                step()
+            return StreamedStep(clocks.now - begin, simulation.peak_reserved_bytes)
 
 
-@dataclass
-class _Replica:
-    """A rank's step, and what it has moved to the host."""
-
-    optimizer: Optimizer
-    step: Callable[[], None]
-    offloaded_bytes: int = 0  # of activations
-
-
-def _replica(
+def _step_of_replica(
     planned: PlannedModel, strategy: Strategy, options: PlanOptions, dims: ParallelDims, simulation: Simulation
-) -> _Replica:
+) -> Callable[[], None]:
     dtype, asked = COMPUTE_DTYPES.get(options.precision), strategy.parallel_options(options.precision)
     with nullcontext() if strategy.has_host_memory else torch.device(simulation.device):
         model, loss = build(planned, dims)
@@ -217,12 +178,9 @@ def _replica(
 
     def step() -> None:
         tokens = torch.zeros(batch, options.sequence + 1, dtype=torch.int64, device=simulation.device)
-        before = simulation.on("cpu").current_bytes
         with _divided_sequence(dims) as divide:
             with autocast(None if asked.parallel == "fsdp" else dtype, simulation.device.type):
                 result = divide(loss, called, tokens[:, :-1], tokens[:, 1:])
-            if strategy.offload:
-                replica.offloaded_bytes = simulation.on("cpu").current_bytes - before
             scaler.scale(result).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -230,8 +188,7 @@ def _replica(
             optimizer.wait()
         optimizer.zero_grad()
 
-    replica = _Replica(optimizer, step)
-    return replica
+    return step
 
 
 @contextmanager
@@ -251,21 +208,11 @@ def _divided_sequence(dims: ParallelDims) -> Iterator[Callable[..., Tensor]]:
         yield divided
 
 
-class _Operators(NamedTuple):
-    """What the operators of a step do: operations of products, and bytes of all others but the optimizer's."""
-
-    flops: int
-    num_bytes: int
-
-
-def _two_steps(step: Callable[[], None], simulation: Simulation) -> _Operators:
-    """Runs a step whose operators are counted, and one whose memory and traffic are; returns the first."""
-    with FlopCounterMode(display=False, custom_mapping=_FLOPS) as counter, OperatorBytes(*_NOT_COUNTED) as others:
-        step()
-    gc.collect()  # The counter keeps tensors of a backward pass in cycles: in the step that is measured there is none.
+def _two_steps(step: Callable[[], None], simulation: Simulation) -> None:
+    """Runs a step, and one whose memory and traffic are counted."""
+    step()
     simulation.restart()
     step()
-    return _Operators(int(counter.get_total_flops()), others.total)
 
 
 def _parallelized(
@@ -309,13 +256,12 @@ def _averaging(model: nn.Module, data: Group, simulation: Simulation) -> nn.Modu
 
 
 def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
-    """The memory of the rank that needs most, the work of the slowest one, and the time of the schedule."""
-    rates, ranks = rates_of(options, strategy.ranks), ranks_to_simulate(planned, strategy)
+    """The memory of the rank that needs most, the most bytes that one sends, and the time of the schedule."""
+    ranks = ranks_to_simulate(planned, strategy)
     estimates = [_estimate_stages(planned, strategy, options, rank) for rank in ranks]
-    slowest = max(estimates, key=lambda estimate: 0.0 if estimate.work is None else step_seconds(estimate.work, rates))
     fullest = max(estimates, key=lambda estimate: estimate.peak_bytes)
-    seconds = pipeline_seconds(planned, strategy, options)
-    return replace(fullest, work=slowest.work, bytes_sent=slowest.bytes_sent, seconds=seconds)
+    sent = max((estimate.bytes_sent for estimate in estimates), key=lambda sent: sum(sent.values()))
+    return replace(fullest, bytes_sent=sent, seconds=pipeline_seconds(planned, strategy, options))
 
 
 def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:
@@ -337,51 +283,12 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
                 torch.cat([param.grad.view(-1) for param in params if param.grad is not None])
 
         step = step_of_stage(built, strategy, asked, rank, average=average)
-        operators = _two_steps(step, simulation)
-        estimate = _read(strategy, simulation, operators, sum(param.numel() for param in params), dims)
-        reduced = 0 if strategy.shards_stages else averaged_bytes(built.stage, dims)
-    return _with_messages(estimate, strategy.chunks * (built.bytes_received + built.bytes_sent), reduced)
-
-
-def _with_messages(estimate: Estimate, exchanged: int, reduced: int) -> Estimate:
-    """Returns the estimate of a stage with the bytes that it exchanges with its neighbors, and averages."""
-    assert estimate.work is not None
-    work = estimate.work._replace(
-        overlapped_bytes=estimate.work.overlapped_bytes + exchanged,
-        after_step_bytes=estimate.work.after_step_bytes + reduced,
-        bubble=simulate_schedule(schedule_of(estimate.strategy)).bubble,
-    )
-    sent = {"send": exchanged, **estimate.bytes_sent}
-    if reduced:
-        sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
-    return replace(estimate, host_peak_by_kind={}, bytes_sent=sent, work=work)
-
-
-def _read(
-    strategy: Strategy,
-    simulation: Simulation,
-    operators: _Operators,
-    updated: int,
-    dims: ParallelDims,
-    offloaded: int = 0,
-) -> Estimate:
-    """What the simulation has counted of the second step."""
-    on_host = strategy.parallel == "fsdp-offload"
-    inside = overlapped = after = 0
-    for collective in simulation.collectives:
-        in_ring = dims.cp > 1 and collective.ranks == group_of(dims, "cp").ranks  # It runs beside its attention.
-        waits = collective.op == "all_to_all" and not in_ring
-        if waits or (dims.tp > 1 and collective.ranks == group_of(dims, "tp").ranks):
-            inside += collective.bytes_sent
-        elif collective.phase == "step":
-            after += collective.bytes_sent
-        else:
-            overlapped += collective.bytes_sent
-    # Shards go to the device for the forward and for the backward, gradients to the host; activations there and back.
-    copied = (3 * updated * 4 if on_host else 0) + 2 * offloaded
-    work = StepWork(operators.flops, overlapped, inside, after, copied, updated, on_host, 0.0, operators.num_bytes)
-    host = _host_peak(simulation.on("cpu")) if strategy.has_host_memory else {}
-    return Estimate(strategy, simulation.peak_by_kind, host, simulation.bytes_sent, work)
+        _two_steps(step, simulation)
+        # And the bytes that it exchanges with its neighbors, and averages.
+        sent = {"send": strategy.chunks * (built.bytes_received + built.bytes_sent), **simulation.bytes_sent}
+        if not strategy.shards_stages and (reduced := averaged_bytes(built.stage, dims)):
+            sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
+        return Estimate(strategy, simulation.peak_by_kind, {}, sent)
 
 
 def _host_peak(memory: Memory) -> dict[str, int]:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
+from scale_tools.plan.rates import attention_tflops
 from scale_tools.plan.rows import GIB, PlanRow, Suggested
-from scale_tools.plan.step_time import attention_tflops
 
 _KINDS = {
     "parameters": "parameters",
@@ -121,7 +121,7 @@ def _cells(row: PlanRow, options: PlanOptions, units: _Units) -> list[str]:
     head = [found.strategy.title, str(found.strategy.ranks)]
     if found.problem:
         return [*head, "no", *[""] * 12]
-    if found.work is None:
+    if found.is_lower_bound:
         return [*head, "no", f"> {found.at_least_bytes / size:.1f}", *[""] * 11]
     columns = [f"{num_bytes / size:.2f}" for num_bytes in by_column(found.peak_by_kind).values()]
     assert row.seconds is not None and row.device_seconds is not None
@@ -162,12 +162,11 @@ def _row_as_json(row: PlanRow) -> dict[str, Any]:
         "fits": row.fits,
         "reason": row.reason,
         "peak_bytes": found.peak_bytes,
-        "peak_is_lower_bound": found.work is None and not found.problem,
+        "peak_is_lower_bound": found.is_lower_bound,
         "peak_reserved_bytes": found.reserved_bytes,
         "peak_by_kind": found.peak_by_kind,
         "host_peak_by_kind": found.host_peak_by_kind,
         "bytes_sent": found.bytes_sent,
-        "work": None if found.work is None else found.work._asdict(),
         "step_seconds": row.seconds,
         "device_seconds_per_million_tokens": row.device_seconds,
         "command": row.command,
@@ -182,7 +181,7 @@ def draw(rows: list[PlanRow], suggested: Suggested | None, memory: int, path: Pa
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [row for row in reversed(rows) if row.found.work is not None]
+    shown = [row for row in reversed(rows) if row.found.peak_by_kind]
     several = len({row.found.strategy.ranks for row in shown}) > 1
     named = [] if suggested is None else suggested.named(several=several)
     best = {id(row): f" ({name})" for name, row in named}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scale_tools.plan.estimate import Estimate
 from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
-from scale_tools.plan.step_time import device_seconds, rates_of, step_seconds
+from scale_tools.plan.rates import device_seconds
 from scale_tools.plan.strategies import ranks_per_host
 from scale_train.configuration.resolve import parse_bytes
 
@@ -44,8 +44,6 @@ def judge(planned: PlannedModel, found: Estimate, options: PlanOptions) -> PlanR
     elif host > parse_bytes("--host-memory", options.host_memory):
         reason = f"host: {host / GIB:.0f} GiB for {per_host} ranks"
     seconds = found.seconds
-    if seconds is None and found.work is not None:
-        seconds = step_seconds(found.work, rates_of(options, strategy.ranks))
     cost = None if seconds is None else device_seconds(strategy.ranks, seconds, options)
     command = strategy.command(options, planned.size)
     return PlanRow(

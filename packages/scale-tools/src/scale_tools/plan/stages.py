@@ -34,7 +34,7 @@ from scale_pipe.schedules.simulation import simulate as simulate_schedule
 from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.parallelize import autocast, build, checkpoint_blocks, dims_of
-from scale_tools.plan.step_time import rates_of
+from scale_tools.plan.rates import rates_of
 from scale_tools.plan.strategies import Strategy
 from scale_tp import parallelize
 from scale_train.options import ParallelOptions
@@ -190,18 +190,15 @@ class PlannedStageTimes(NamedTuple):
     after: float
 
 
-def pipeline_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float | None:
-    """The time of a step: the schedule with the times of its stages; None where the model does not run there."""
+def pipeline_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float:
+    """The time of a step: the schedule with the times of its stages."""
     # A stage is timed by itself, as if each had a rank of its own.
     number = strategy.stages_per_rank
     spread = replace(
         strategy, ranks=number * strategy.ranks, model_ranks=number * strategy.model_ranks, stages_per_rank=1
     )
     stages = ranks_to_time(planned, spread)
-    try:
-        by_stage = {stage: time_stage(planned, spread, options, stage) for stage in sorted(set(stages))}
-    except (ValueError, TypeError, RuntimeError):
-        return None
+    by_stage = {stage: time_stage(planned, spread, options, stage) for stage in sorted(set(stages))}
     return schedule_seconds(schedule_of(strategy), [by_stage[stage] for stage in stages])
 
 
@@ -231,7 +228,7 @@ def time_stage(planned: PlannedModel, strategy: Strategy, options: PlanOptions, 
     chunks = min(strategy.chunks, _TIMED_MICRO_BATCHES)
     options = replace(options, batch=options.batch // strategy.chunks * chunks)
     strategy = replace(strategy, chunks=chunks)
-    asked, rates = strategy.parallel_options(options.precision), rates_of(options, strategy.ranks).of_streams()
+    asked, rates = strategy.parallel_options(options.precision), rates_of(options, strategy.ranks)
     seconds: dict[Kind, list[float]] = defaultdict(list)
     with simulate(world_size=strategy.ranks, device="sim", check=False) as simulation:
         with simulation.aside():
