@@ -1,7 +1,13 @@
 """Process groups of tensor, context, pipeline and data parallelism (`initialize_model_parallel`), and their getters.
 
 A layer takes `process_group=`; its default is the model axis of `initialize_model_parallel`. A program that runs as
-one process needs no group: there no layer is divided.
+one process needs no group: there no layer is divided, and each getter describes this rank.
+
+    >>> from scale_tp import megatron
+    >>> megatron.get_tensor_model_parallel_world_size(), megatron.get_data_parallel_ranks()
+    (1, [0])
+    >>> megatron.get_tensor_model_parallel_group() is None
+    True
 """
 
 from __future__ import annotations
@@ -233,257 +239,106 @@ def _described() -> str:
     return ", ".join(f"{name} {_axes[name].size}" for name in _AXES if name in _axes)
 
 
-# Megatron's getters. In a world of one rank that was not divided they describe that rank alone; on
-# several ranks that have not been divided, each raises a ValueError.
+# Megatron's getters. In a world of one rank that was not divided they describe that rank; on several ranks that have
+# not been divided, each raises a ValueError.
 
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that divide the layers with this one; None where torch.distributed is not initialized.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_tensor_model_parallel_group() is None  # on one process
-        True
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The ranks that divide the layers with this one; None where torch.distributed is not initialized."""
     return _process_group("model")
 
 
 def get_tensor_model_parallel_world_size() -> int:
-    """How many ranks divide a layer.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_tensor_model_parallel_world_size()  # on one process
-        1
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """How many ranks divide a layer."""
     return axis_group("model").size
 
 
 def get_tensor_model_parallel_rank() -> int:
-    """This rank's index among those that divide a layer.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_tensor_model_parallel_rank()  # on one process
-        0
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """This rank's index among those that divide a layer."""
     return axis_group("model").rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of them.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_tensor_model_parallel_src_rank()  # on one process
-        0
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The global rank of the first of them."""
     return axis_group("model").ranks[0]
 
 
 def get_tensor_model_parallel_ranks() -> list[int]:
-    """The global ranks of all of them.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_tensor_model_parallel_ranks()  # on one process
-        [0]
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The global ranks of all of them."""
     return list(axis_group("model").ranks)
 
 
 def get_data_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialized.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_data_parallel_group() is None  # on one process
-        True
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The ranks that hold the same part of the model as this one; None where torch.distributed is not initialized."""
     return _process_group("data")
 
 
 def get_data_parallel_world_size() -> int:
-    """How many replicas there are.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_data_parallel_world_size()  # on one process
-        1
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """How many replicas there are."""
     return axis_group("data").size
 
 
 def get_data_parallel_rank() -> int:
-    """Which replica this rank belongs to.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_data_parallel_rank()  # on one process
-        0
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """Which replica this rank belongs to."""
     return axis_group("data").rank
 
 
 def get_data_parallel_ranks() -> list[int]:
-    """The global ranks that hold the same part of the model.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_data_parallel_ranks()  # on one process
-        [0]
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The global ranks that hold the same part of the model."""
     return list(axis_group("data").ranks)
 
 
 def get_data_context_parallel_group() -> dist.ProcessGroup | None:
     """The ranks of all replicas and all parts of their sequences; None where torch.distributed is not initialized.
 
-    They have the same part of the model, and each has a share of its gradients: wrappers of replicas, for example
-    `fully_shard` and DistributedDataParallel, is given this group where sequences are divided.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_data_context_parallel_group() is None  # on one process
-        True
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
+    They have the same part of the model, and each has a share of its gradients. Pass this group to `fully_shard` or
+    DistributedDataParallel if sequences are divided.
     """
     return _process_group(DATA_CONTEXT)
 
 
 def get_data_context_parallel_world_size() -> int:
-    """How many ranks hold the same part of the model, whatever their part of a sequence.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_data_context_parallel_world_size()  # on one process
-        1
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """How many ranks hold the same part of the model, whatever their part of a sequence."""
     return axis_group(DATA_CONTEXT).size
 
 
 def get_pipeline_model_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialized.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_pipeline_model_parallel_group() is None  # on one process
-        True
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The ranks that are the stages of this rank's pipeline; None where torch.distributed is not initialized."""
     return _process_group("pipeline")
 
 
 def get_pipeline_model_parallel_world_size() -> int:
-    """How many stages there are.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_pipeline_model_parallel_world_size()  # on one process
-        1
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """How many stages there are."""
     return axis_group("pipeline").size
 
 
 def get_pipeline_model_parallel_rank() -> int:
-    """Which stage this rank is.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_pipeline_model_parallel_rank()  # on one process
-        0
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """Which stage this rank is."""
     return axis_group("pipeline").rank
 
 
 def get_pipeline_model_parallel_ranks() -> list[int]:
-    """The global ranks of the stages, in their order.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_pipeline_model_parallel_ranks()  # on one process
-        [0]
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The global ranks of the stages, in their order."""
     return list(axis_group("pipeline").ranks)
 
 
 def get_context_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that divide a sequence with this one; None where torch.distributed is not initialized.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_context_parallel_group() is None  # on one process
-        True
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The ranks that divide a sequence with this one; None where torch.distributed is not initialized."""
     return _process_group("context")
 
 
 def get_context_parallel_world_size() -> int:
-    """How many ranks divide a sequence.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_context_parallel_world_size()  # on one process
-        1
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """How many ranks divide a sequence."""
     return axis_group("context").size
 
 
 def get_context_parallel_rank() -> int:
-    """This rank's index among those that divide a sequence.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_context_parallel_rank()  # on one process
-        0
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """This rank's index among those that divide a sequence."""
     return axis_group("context").rank
 
 
 def get_context_parallel_ranks() -> list[int]:
-    """The global ranks that divide a sequence.
-
-    Examples:
-        >>> import scale_tp.megatron
-        >>> scale_tp.megatron.get_context_parallel_ranks()  # on one process
-        [0]
-
-    See also: [the guide to tensor parallel](../guides/tensor-parallel.md).
-    """
+    """The global ranks that divide a sequence."""
     return list(axis_group("context").ranks)
 
 
