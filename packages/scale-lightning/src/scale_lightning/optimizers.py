@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from scale_core import ShardedGradScaler
 from scale_fsdp import full_optim_state_dict, shard_optim_state_dict
+from scale_fsdp.state_dict.naming import with_param_names
 from scale_oss import OSS
 from scale_oss.ddp_checks import unwrap_optimizer
 
@@ -88,14 +89,7 @@ def whole_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, 
     if full is None:
         return {}
     listed = [name for group in full["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(listed)}
-    return {
-        **full,
-        "state": {numbers[name]: slots for name, slots in full["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in full["param_groups"]
-        ],
-    }
+    return with_param_names(full, {name: number for number, name in enumerate(listed)})
 
 
 def load_whole_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -116,12 +110,5 @@ def load_whole_optimizer_state(module: nn.Module, optimizer: Optimizer, state: M
             "the groups in configure_optimizers as they were when it was saved"
         )
     pairs = zip((n for group in saved for n in group), (n for group in named_groups for n in group), strict=True)
-    names = dict(pairs)
-    full = {
-        **state,
-        "state": {names[number]: slots for number, slots in state["state"].items()},
-        "param_groups": [
-            {**group, "params": params} for group, params in zip(state["param_groups"], named_groups, strict=True)
-        ],
-    }
+    full = with_param_names(state, dict(pairs))
     optimizer.load_state_dict(shard_optim_state_dict(full, module, optimizer))

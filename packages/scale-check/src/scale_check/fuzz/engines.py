@@ -92,11 +92,12 @@ class FSDP2(FuzzEngine):
     """torch's fully_shard, over some modules and the model."""
 
     can = FuzzEngine.can | {"units", "unused", "freeze"}
+    fully_shard_module: ClassVar[str] = "torch.distributed.fsdp"
 
     def wrap(
         self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
     ) -> tuple[nn.Module, Optimizer]:
-        from torch.distributed.fsdp import fully_shard
+        fully_shard = importlib.import_module(self.fully_shard_module).fully_shard
 
         for name in sorted(units, key=lambda name: -name.count(".")):
             fully_shard(model.get_submodule(name))
@@ -213,18 +214,7 @@ class DeepSpeed3(DeepSpeed1):
 class ScaleFSDP(FSDP2):
     """fully_shard of scale-fsdp, over some modules and the model."""
 
-    can = FuzzEngine.can | {"units", "unused", "freeze"}
-    library = "scale_fsdp"
-
-    def wrap(
-        self, model: nn.Module, units: Sequence[str], make_optimizer: MakeOptimizer, kind: type[Optimizer]
-    ) -> tuple[nn.Module, Optimizer]:
-        fully_shard = importlib.import_module("scale_fsdp").fully_shard
-
-        for name in sorted(units, key=lambda name: -name.count(".")):
-            fully_shard(model.get_submodule(name))
-        fully_shard(model)
-        return model, make_optimizer(kind, model.parameters())
+    library = fully_shard_module = "scale_fsdp"
 
 
 class ScaleOSS(FuzzEngine):

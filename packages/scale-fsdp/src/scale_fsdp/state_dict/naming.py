@@ -6,8 +6,9 @@ still where they were, so the names are read off the slots of the units, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -185,3 +186,14 @@ def locations_by_buffer(model: nn.Module) -> Iterator[tuple[Unit, FlatBuffer, li
 def module_names(module: nn.Module) -> dict[int, str]:
     """Returns the qualified name of every module in `module`, by its id; the name of `module` itself is ""."""
     return {id(child): path for path, child in module.named_modules()}
+
+
+def with_param_names(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """An optimizer's state with other names of its parameters: numbers for the full names, or the other way round.
+
+    >>> state = {"state": {"weight": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["weight", "bias"]}]}
+    >>> with_param_names(state, {"weight": 0, "bias": 1})
+    {'state': {0: {'step': 1}}, 'param_groups': [{'lr': 0.1, 'params': [0, 1]}]}
+    """
+    groups = [{**group, "params": [names[param] for param in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {names[param]: slots for param, slots in state["state"].items()}, "param_groups": groups}

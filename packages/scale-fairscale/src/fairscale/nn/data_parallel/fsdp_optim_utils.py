@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 import scale_fsdp
 from scale_core.state.torch_state_dict import SHARDS, install_hooks
-from scale_fsdp.state_dict.naming import slices_in
+from scale_fsdp.state_dict.naming import slices_in, with_param_names
 from scale_fsdp.state_dict.optimizer import saved_groups
 
 
@@ -18,15 +18,7 @@ def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a state by names in torch's form: parameters have numbers, in the order of the groups."""
     names = [name for group in full["param_groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
-    return {
-        **full,
-        "state": {numbers[name]: state for name, state in full["state"].items()},
-        "param_groups": [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in full["param_groups"]
-        ],
-        "param_id_map": numbers,
-        "uncollected_local_ids": [],
-    }
+    return {**with_param_names(full, numbers), "param_id_map": numbers, "uncollected_local_ids": []}
 
 
 def by_name(full: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -43,13 +35,8 @@ def by_name(full: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
             f"this optimizer state does not say which parameter has number {lacking[0]}, as one that FairScale has "
             "gathered: start with a fresh optimizer, or gather it by this package"
         )
-    return {
-        **{key: value for key, value in full.items() if key not in ("param_id_map", "uncollected_local_ids")},
-        "state": {names[number]: state for number, state in full["state"].items()},
-        "param_groups": [
-            {**group, "params": [names[number] for number in group["params"]]} for group in full["param_groups"]
-        ],
-    }
+    state = {key: value for key, value in full.items() if key not in ("param_id_map", "uncollected_local_ids")}
+    return with_param_names(state, names)
 
 
 def shard_by_number(full: Mapping[str, Any] | None, model: nn.Module) -> dict[str, Any]:
