@@ -14,6 +14,7 @@ from scale_core.device.streams import (
     host_memory,
     on_host,
     stream_for,
+    tensor_on,
     worker_for,
 )
 
@@ -68,6 +69,12 @@ def test_a_copy_into_memory_converts_as_it_goes() -> None:
     memory = host_memory(3, torch.bfloat16, torch.device("cpu"))
     copy_into(memory, torch.tensor([1.0, 2.0, 3.0]))
     assert memory.tolist() == [1, 2, 3]
+
+
+def test_numbers_for_a_device_are_made_on_the_host_first() -> None:
+    with torch.device("meta"):
+        numbers = tensor_on(torch.device("cpu"), [1, 2], torch.int32)
+    assert numbers.tolist() == [1, 2] and numbers.dtype == torch.int32
 
 
 @pytest.mark.gpu

@@ -1,9 +1,9 @@
 """Checkpoints on disk that are complete or not there, and verified before anything is loaded.
 
-A job is killed at any moment, a disk fills up, one rank fails alone. So all ranks write a snapshot in a temporary
+A job is killed at any moment, a disk fills up, one of the ranks fails. So all ranks write a snapshot in a temporary
 directory that no reader looks at; when every byte is on the disk, rank 0 writes the manifest and renames the directory.
-A saved snapshot is never changed. Disks and networks change bytes without a word: so every byte has a checksum, and
-all ranks have verified the files before the first of them overwrites a tensor. Nothing is pickled: tensors are in
+A saved snapshot is never changed. Disks and networks change bytes without a word: so every byte has a checksum, and all
+ranks have verified the files before the first of them overwrites a tensor. Nothing is pickled: tensors are in
 safetensors files, each chunk by itself, everything else is JSON; so a snapshot is read by any number of ranks, whose
 chunks are planned again by `torch.distributed.checkpoint`.
 """

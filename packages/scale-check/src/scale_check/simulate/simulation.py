@@ -10,8 +10,8 @@ device must reserve is counted too, which is more than what tensors take.
 
 Not counted: the transport's own buffers, the rounding of pinned host memory (up to the next power of two, unless
 PYTORCH_ALLOC_CONF sets its `pinned_max_round_threshold_mb`), memory that is held until a side stream has caught up, and
-values. Counted too much: gradients of one tensor that torch adds up in place are added beside each other while
-operators are watched.
+values. Counted too much: while operators are watched, torch adds two gradients of one tensor into a third tensor, where
+it would otherwise add in place.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def run_ranks(
     """Runs `fn(*args)` on each of `num_ranks` processes and returns their results by rank.
 
     Inside `fn` the default process group is initialized, torch uses one thread, the caller's environment and warning
-    filters hold, and a `ResourceWarning` (such as a collective without `wait()`) is a failure.
+    filters hold, and a `ResourceWarning` is a failure; scale gives one for a collective without `wait()`.
 
     Args:
         fn: A function at the top level of a module.

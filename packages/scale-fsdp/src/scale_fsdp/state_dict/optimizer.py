@@ -79,7 +79,7 @@ def full_optim_state_dict(
     Args:
         model: The optimizer's model: sharded, plain, or partly sharded.
         optimizer: The optimizer, or a wrapper with `param_groups` and `state_dict()`. Entries of its state dict in
-            addition to "state" and "param_groups" is kept.
+            addition to "state" and "param_groups" are kept.
         recipient_rank: Which of the model's ranks gets it; None is all of them.
 
     Returns:

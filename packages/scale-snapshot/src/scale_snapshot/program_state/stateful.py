@@ -1,4 +1,4 @@
-"""Objects with a state of their own: schedulers, scalers, data loaders, random states, and one's own classes.
+"""Objects that save and load a state: schedulers, scalers, data loaders, random states, and one's own classes.
 
 The result of `state_dict()` stands under the name of its object, entry by entry: tensors in the tensor files, the rest
 as JSON. Ranks that all have the same state save it once. If they differ, each rank saves its own under
