@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from scale_check.simulate import simulate
 from scale_check.simulate.simulation import Simulation, track_memory
@@ -20,6 +20,7 @@ from scale_core import ParallelDims
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
+from scale_fsdp import class_policy
 from scale_pipe.schedules.classic import interleaved_1f1b, one_forward_one_backward
 from scale_tools.plan.estimate import (
     Estimate,
@@ -28,7 +29,7 @@ from scale_tools.plan.estimate import (
     estimate,
     least_bytes,
 )
-from scale_tools.plan.model import planned_model
+from scale_tools.plan.model import Built, planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.report import print_plan
 from scale_tools.plan.rows import PlanRow, judge, suggest
@@ -111,6 +112,39 @@ def test_the_time_of_a_step_is_that_of_simulated_streams() -> None:
         # Whatever overlaps, what is sent takes its time at least, less a step that hides all of it.
         sent = sum(waiting.bytes_sent.values()) * (1 / slow.link - 1 / wide.link) / 1e9
         assert sent - found.seconds <= waiting.seconds - found.seconds <= sent * 1.01
+
+
+class _GRUModel(nn.Module):
+    """A model whose recurrent cell has no kernel on the simulated device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.blocks = nn.Embedding(256, 8), nn.ModuleList([nn.GRU(8, 8), nn.GRU(8, 8)])
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)[0]
+        return x.sum()
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_model_that_streams_cannot_run_has_no_time(parallel: str, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = dataclasses.replace(
+        planned_model(TINY),
+        build=lambda: Built(_GRUModel(), lambda model, *batch: model(*batch)),
+        blocks=lambda _: class_policy(nn.GRU),
+    )
+    found = estimate(planned, Strategy(parallel, 4), TINY)
+    assert found.problem == "" and found.peak_bytes > 0
+    assert (found.seconds, found.reserved_bytes) == (None, None)
+    timed = judge(planned, dataclasses.replace(found, seconds=1.0), TINY)
+    row = judge(planned, found, TINY)
+    suggested = suggest([row, timed])
+    assert row.fits and suggested is not None and suggested.fastest is suggested.cheapest is timed
+    print_plan(planned, 10, TINY, [row], suggest([row]))
+    assert "Cheapest and fastest of what fits" in capsys.readouterr().out
 
 
 def test_what_the_allocator_reserves_must_fit() -> None:

@@ -124,7 +124,10 @@ def _cells(row: PlanRow, options: PlanOptions, units: _Units) -> list[str]:
     if found.is_lower_bound:
         return [*head, "no", f"> {found.at_least_bytes / size:.1f}", *[""] * 11]
     columns = [f"{num_bytes / size:.2f}" for num_bytes in by_column(found.peak_by_kind).values()]
-    assert row.seconds is not None and row.device_seconds is not None
+    times = ["", "", ""]
+    if row.seconds is not None:
+        tokens_per_second = options.batch * options.sequence / row.seconds
+        times = [f"{row.seconds / units.seconds[1]:.3f}", f"{tokens_per_second:,.0f}", f"{row.device_seconds:.3g}"]
     return [
         *head,
         "yes" if row.fits else "host" if row.reason.startswith("host") else "no",
@@ -133,9 +136,7 @@ def _cells(row: PlanRow, options: PlanOptions, units: _Units) -> list[str]:
         *columns,
         f"{found.host_bytes / size:.1f}" if found.host_bytes else "",
         f"{sum(found.bytes_sent.values()) / units.sent[1]:.2f}",
-        f"{row.seconds / units.seconds[1]:.3f}",
-        f"{options.batch * options.sequence / row.seconds:,.0f}",
-        f"{row.device_seconds:.3g}",
+        *times,
     ]
 
 

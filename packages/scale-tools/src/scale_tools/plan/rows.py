@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from scale_tools.plan.estimate import Estimate
 from scale_tools.plan.model import PlannedModel
@@ -21,7 +22,7 @@ class PlanRow:
     found: Estimate
     fits: bool
     reason: str  # why it does not fit, or can't be trained so
-    seconds: float | None  # of a step
+    seconds: float | None  # of a step; None where the model does not run on simulated streams
     device_seconds: float | None  # for a million tokens
     command: str | None
     python: list[str]
@@ -87,8 +88,8 @@ def suggest(rows: list[PlanRow]) -> Suggested | None:
         return None
 
     def cost(row: PlanRow) -> tuple[float, float]:
-        return row.device_seconds or 0.0, row.seconds or 0.0
+        return (inf, inf) if row.seconds is None else (row.device_seconds or 0.0, row.seconds)
 
-    fastest = min(fitting, key=lambda row: (row.seconds or 0.0, row.device_seconds or 0.0))
+    fastest = min(fitting, key=lambda row: cost(row)[::-1])
     fewest = min(fitting, key=lambda row: (row.found.strategy.ranks, *cost(row)))
     return Suggested(min(fitting, key=cost), fastest, fewest)
