@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from forked_servers import forked_servers, script_folder  # noqa: F401
 
 from scale_check.cli import main
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
 
 ACCELERATE = """
 import sys, torch
@@ -46,13 +49,9 @@ Trainer(model=model, args=arguments, train_dataset=[{"input_ids": text, "labels"
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("PYTHONWARNINGS", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    Path("accelerated.py").write_text(ACCELERATE)
-    Path("trainer.py").write_text(TRAINER)
+def _scripts(tmp_path: Path) -> None:
+    Path(tmp_path, "accelerated.py").write_text(ACCELERATE)
+    Path(tmp_path, "trainer.py").write_text(TRAINER)
 
 
 @pytest.mark.parametrize("script", ["accelerated.py", "trainer.py"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -183,28 +181,18 @@ def test_training_on_the_host_goes_on_as_before_it() -> None:
     assert F.scaled_dot_product_attention(q, q, q).tolist() == q.tolist()
 
 
-FORK = """
-import os
-import torch
-from scale_check.simulate import simulate
-
-def train(device):
-    torch.ones(2, device=device, requires_grad=True).exp().sum().backward()
-
-with simulate(device="sim"):
-    train("sim")
-child = os.fork()
-if not child:
-    train("cpu")
-    os._exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-"""
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes can't be forked here")
+@pytest.mark.ranks(1, backend=None)
 def test_a_process_that_began_with_a_simulation_can_be_forked() -> None:
-    run = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stderr
+    def train(device: torch.device) -> None:
+        torch.ones(2, device=device, requires_grad=True).exp().sum().backward()
+
+    with simulate(device=compat.STAND_IN) as simulation:
+        train(simulation.device)
+    if not (child := os.fork()):
+        train(torch.device("cpu"))
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_a_submodule_may_have_the_name_of_the_device() -> None:

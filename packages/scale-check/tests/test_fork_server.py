@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_servers import forked_servers, script_folder  # noqa: F401
 from torch import Tensor
 
 from scale_check.cli import main
 from scale_check.script import pickles
+from scale_check.script.imports import import_for_script
+
+forks = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
 
 # Each run of the script appends its rank, the number of ranks, and the process it is forked from.
 SCRIPT = """
@@ -26,14 +30,8 @@ optimizer.step()
 """
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+@forks
+@pytest.mark.usefixtures("script_folder")
 def test_ranks_have_processes_of_their_own_for_all_runs() -> None:
     Path("script.py").write_text(SCRIPT)
     assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
@@ -44,97 +42,91 @@ def test_ranks_have_processes_of_their_own_for_all_runs() -> None:
     assert of_one_process == set(of_ranks.values())
 
 
-# Each import of the library appends the number of its process.
+# Each import of the library appends the number of its process, and what it draws.
 LIBRARY = """
-import os, threading
+import os, random
+import numpy
 with open("imports", "a") as imports:
-    print(os.getpid(), file=imports)
+    print(os.getpid(), random.random(), numpy.random.rand(), file=imports)
 """
 # With a dropout that draws, the check ends with code 2.
 DROPPED = """
-class Dropped(torch.nn.Linear):
+class Linear(torch.nn.Linear):
     def forward(self, x):
         return dropout(super().forward(x))
 
+torch.nn.Linear = Linear
 """
-# What the library does, how the script imports it, and how many processes import it: one for each rank, or each of the
-# four runs as well.
+# What the library does, the first lines of the script, and how many processes import the library: one for each rank, or
+# each of the four runs as well.
 OF_LIBRARIES = {
     "any": ("", "import some_library", 2),
-    "asks for the rank": ("rank = os.environ.get('RANK')", "import some_library", 6),
-    "starts a thread": (
-        "threading.Thread(target=threading.Event().wait, daemon=True).start()",
-        "import some_library",
-        6,
-    ),
-    "asks a device": (
-        # As torch says of CUDA after `torch.cuda.is_available()`.
-        "import torch; process = os.getpid(); torch.cuda._is_in_bad_fork = lambda: os.getpid() != process",
-        "import some_library",
+    "asks for the rank": (
+        "os.environ.setdefault('DEVICE', os.environ.get('LOCAL_RANK', ''))",
+        # A run that repeats the import does not see the variable that the first one has set.
+        "import os, some_library\nassert os.environ['DEVICE'] == os.environ['LOCAL_RANK']",
         6,
     ),
     "may be missing": ("", "try:\n    import some_library\nexcept ImportError:\n    pass", 4),
-    "takes dropout": ("from torch.nn.functional import dropout", "from some_library import dropout", 2),
+    "takes dropout": (
+        "from torch.nn.functional import dropout",
+        f"import torch\nfrom some_library import dropout\n{DROPPED}",
+        2,
+    ),
 }
 
 
-def install_library(content: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("libraries").mkdir()
-    Path("libraries", "some_library.py").write_text(content)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["libraries", os.environ.get("PYTHONPATH", "")]))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+@forks
 @pytest.mark.parametrize("kind", OF_LIBRARIES)
+@pytest.mark.usefixtures("forked_servers")
 def test_a_library_is_imported_once_where_forks_may_share_it(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, statement, num_imports = OF_LIBRARIES[kind]
-    install_library(f"{LIBRARY}{content}", monkeypatch)
-    script = (
-        SCRIPT.replace("model = torch.nn.Linear", f"{DROPPED}model = Dropped") if kind == "takes dropout" else SCRIPT
-    )
-    Path("script.py").write_text(f"{statement}\n{script}")
+    content, lines, num_imports = OF_LIBRARIES[kind]
+    Path("libraries").mkdir()
+    Path("libraries", "some_library.py").write_text(f"{LIBRARY}{content}")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["libraries", os.environ.get("PYTHONPATH", "")]))
+    Path("script.py").write_text(f"{lines}\n{SCRIPT}")
     assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
-    assert len(Path("imports").read_text().split()) == num_imports
+    imports = [line.partition(" ") for line in Path("imports").read_text().splitlines()]
+    assert len(imports) == num_imports
+    assert len({numbers for _, _, numbers in imports[:2]}) == 1  # Of the two ranks.
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
+@forks
+@pytest.mark.usefixtures("forked_servers")
 def test_a_module_beside_the_script_is_imported_in_each_run() -> None:
     Path("own_module.py").write_text(LIBRARY)
     Path("script.py").write_text(f"import own_module\n{SCRIPT}")
     assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
-    assert len(Path("imports").read_text().split()) == 4
+    assert len(Path("imports").read_text().split("\n")) == 5
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
-def test_a_library_finds_modules_beside_the_script_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripts = Path("scripts")  # Not the folder of the process, where any program finds modules.
+# What a library does. Only the last import can be shared.
+IMPORTED = {
+    "starts_a_thread": "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+    # As torch says of CUDA after `torch.cuda.is_available()`.
+    "asks_a_device": (
+        "import os, torch\nprocess = os.getpid()\ntorch.cuda._is_in_bad_fork = lambda: os.getpid() != process"
+    ),
+    "finds_a_module_of_the_script": "try:\n    import own_module\nexcept ImportError:\n    own_module = None",
+    "does_nothing": "",
+}
+
+
+@forks
+@pytest.mark.ranks(1, backend=None)
+@pytest.mark.parametrize("library", IMPORTED)
+def test_an_import_that_a_fork_would_change_is_not_shared(library: str, tmp_path: Path) -> None:
+    scripts = tmp_path / "scripts"  # Not the folder of the process, where any program finds modules.
     scripts.mkdir()
-    (scripts / "own_module.py").write_text(LIBRARY)
-    install_library("try:\n    import own_module\nexcept ImportError:\n    own_module = None", monkeypatch)
-    script = scripts / "script.py"
-    script.write_text(f"import some_library\nassert some_library.own_module is not None\n{SCRIPT}")
-    assert main(["run", "--steps", "1", str(script)]) in (0, 1)
-    assert len(Path("imports").read_text().split()) == 6
+    (scripts / "own_module.py").write_text("")
+    (scripts / "script.py").write_text(f"import {library}\n")
+    (tmp_path / f"{library}.py").write_text(IMPORTED[library])
+    sys.path.append(str(tmp_path))
+    assert import_for_script([str(scripts / "script.py")]) == (library == "does_nothing")
+    assert vars(sys.modules[library]).get("own_module", 0) is not None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
-def test_numbers_that_a_library_draws_are_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_library("import random, numpy\nnumbers = random.random(), float(numpy.random.rand())", monkeypatch)
-    write = "with open('numbers', 'a') as file:\n    print(*some_library.numbers, file=file)\n"
-    Path("script.py").write_text(f"import some_library\n{write}{SCRIPT}")
-    assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
-    numbers = Path("numbers").read_text().splitlines()
-    assert len(numbers) == 4 and len(set(numbers)) == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each run has a process of its own")
-def test_a_run_does_not_see_variables_of_imports_that_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    install_library("import os\nos.environ.setdefault('DEVICE', os.environ.get('LOCAL_RANK', ''))", monkeypatch)
-    check = "assert os.environ['DEVICE'] == os.environ['LOCAL_RANK']\n"
-    Path("script.py").write_text(f"import os, some_library\n{check}{SCRIPT}")
-    assert main(["run", "--steps", "1", "script.py"]) in (0, 1)
-
-
+@pytest.mark.usefixtures("forked_servers")
 def test_a_run_that_a_signal_ends_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     Path("killed.py").write_text("import os\nprint('so far', flush=True)\nos.kill(os.getpid(), 9)\n")
     assert main(["run", "killed.py"]) == 2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_servers import forked_servers, script_folder  # noqa: F401
 
 from scale_check.cli import main
 from scale_check.comparison import compare
@@ -15,6 +16,8 @@ from scale_check.recording import Key, Phase, Recorder, Recording, with_joined_c
 from scale_check.script.rank import exact_norms, without_dropout
 from scale_check.summary import Recorded, float_values
 from scale_core import compat
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
 
 DDP = """
 import sys, torch, torch.distributed as dist
@@ -265,12 +268,9 @@ RIGHT = SCRIPTS.keys() - {"learning_rate"}
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+def _scripts(tmp_path: Path) -> None:
     for name, text in SCRIPTS.items():
-        Path(f"{name}.py").write_text(text)
+        Path(tmp_path, f"{name}.py").write_text(text)
 
 
 @pytest.mark.parametrize("script", sorted(f"{name}.py" for name in RIGHT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from forked_servers import script_folder  # noqa: F401
 
 from scale_check.cli import main
 
@@ -38,12 +39,7 @@ trainer.fit(Module(), DataLoader(data, batch_size=4))
 """
 
 
-def test_a_right_script_is_found_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("PYTHONWARNINGS", "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.usefixtures("script_folder")
+def test_a_right_script_is_found_right(capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text(SCRIPT)
     assert main(["run", "--steps", "2", "train.py"]) == 0, capsys.readouterr()
