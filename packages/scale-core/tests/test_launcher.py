@@ -25,8 +25,6 @@ def write_sum(folder: Path) -> None:
 
 def end_rank_1(kind: str) -> None:
     if os.environ["RANK"] == "1":
-        if kind == "exit":
-            sys.exit(3)
         if kind == "raise":
             raise ValueError("rank 1 is unwell")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -53,8 +51,9 @@ from pathlib import Path
 from scale_core.launch import launch_local
 from test_launcher import wait_for_a_signal
 if __name__ == "__main__":
-    grace = 1.0 if sys.argv[2] == "ignore" else 600.0
-    sys.exit(launch_local(wait_for_a_signal, 2, Path(sys.argv[1]), sys.argv[2], grace=grace))
+    folder, kind, num_ranks = sys.argv[1:]
+    grace = 1.0 if kind == "ignore" else 600.0
+    sys.exit(launch_local(wait_for_a_signal, int(num_ranks), Path(folder), kind, grace=grace))
 """
 
 
@@ -71,15 +70,14 @@ if __name__ == "__main__":
 """
 
 
-def start_program(folder: Path, kind: str) -> tuple["subprocess.Popen[bytes]", list[int]]:
-    """A program that starts two ranks, once they are up, and their process ids."""
+def start_program(folder: Path, kind: str, num_ranks: int = 1) -> tuple["subprocess.Popen[bytes]", list[int]]:
+    """A program that starts ranks, once they are up, and their process ids."""
     script = folder / "program.py"
     script.write_text(PROGRAM)
     paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), *sys.path]))
-    process = subprocess.Popen(
-        [sys.executable, str(script), str(folder), kind], env={**os.environ, "PYTHONPATH": paths}
-    )
-    files = [folder / f"pid-{rank}" for rank in range(2)]
+    command = [sys.executable, str(script), str(folder), kind, str(num_ranks)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths})
+    files = [folder / f"pid-{rank}" for rank in range(num_ranks)]
     while not all(file.exists() and file.read_text() for file in files):
         assert process.poll() is None, "the program ended before its ranks were up"
         time.sleep(0.02)
@@ -113,7 +111,6 @@ def test_ranks_meet_and_have_the_allocator_s_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "code", "message"),
     [
-        ("exit", 3, "rank 1 exited with code 3"),
         ("raise", 1, "ValueError: rank 1 is unwell"),
         ("kill", 137, "rank 1 was killed by SIGKILL"),
     ],
@@ -156,7 +153,7 @@ def test_a_rank_whose_group_stays_ends_nevertheless(
 
 
 def test_a_signal_reaches_every_rank_and_may_be_handled(tmp_path: Path) -> None:
-    process, pids = start_program(tmp_path, "catch")
+    process, pids = start_program(tmp_path, "catch", 2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(600) == 0
     caught = [(tmp_path / f"caught-{rank}").read_text() for rank in range(2)]

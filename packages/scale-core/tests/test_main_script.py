@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+from scale_core.launch import launch_local
 from scale_core.launch.launcher import UNGUARDED, check_may_start, main_hidden
+from scale_core.testing import run_ranks
 
 LAUNCH = """
 from scale_core.launch import launch_local
 def work():
     print("at work")
 try:
-    print("code", launch_local(work, 2))
+    print("code", launch_local(work, 1))
 except ValueError:
     raise
 except OSError:  # A program that takes an error for one of its own goes on.
@@ -27,7 +31,7 @@ RUN = """
 from scale_core.testing import run_ranks
 def main():
     return 3
-print(run_ranks(main, 2))
+print(run_ranks(main, 1))
 """
 SPAWN = """
 import multiprocessing
@@ -46,21 +50,11 @@ def end(code: int) -> None:
     sys.exit(code)
 
 
-def started(arguments: list[str], text: str = "") -> subprocess.Popen[str]:
+def started(*arguments: str) -> subprocess.Popen[str]:
     paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), *sys.path]))
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdin is not None
-    process.stdin.write(text)
-    process.stdin.close()
-    process.stdin = None
-    return process
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @pytest.mark.fault(95)
@@ -68,23 +62,25 @@ def test_programs_new_processes_cannot_follow_are_refused(tmp_path: Path) -> Non
     scripts = [tmp_path / name for name in ("launch.py", "run.py", "spawn.py", "of_a_module.py")]
     for script, text in zip(scripts, (LAUNCH, RUN, SPAWN + RUN, OF_A_MODULE), strict=True):
         script.write_text(text)
-    unguarded = [started([str(script)]) for script in scripts]
-    in_no_file = [started(["-c", LAUNCH]), started([], RUN)]
-    works = [started(["-c", OF_A_MODULE])]
+    unguarded, works = [started(str(script)) for script in scripts], started("-c", OF_A_MODULE)
     for process, call in zip(unguarded, ("launch_local", "run_ranks", "run_ranks", "launch_local"), strict=True):
         output, _ = process.communicate()
         assert process.returncode == 1 and "at work" not in output
         errors = ("scale_core.errors.LaunchError", "scale_core.testing.rank.RankError")
         assert output.rstrip().splitlines()[-1].startswith(errors)
         assert f'Write `if __name__ == "__main__":` above the line that calls {call}' in output.splitlines()[-1]
-    for process, name in zip(in_no_file, ("work", "main"), strict=True):
-        output, _ = process.communicate()
-        assert process.returncode == 1, output
-        assert f"new processes cannot find {name}, which is in no file" in output.rstrip().splitlines()[-1]
-        assert f"`from work import {name}`" in output
-    for process in works:
-        output, _ = process.communicate()
-        assert process.returncode == 0 and "[3] 5" in output, output
+    output, _ = works.communicate()
+    assert works.returncode == 0 and "[3] 5" in output, output
+
+
+@pytest.mark.parametrize("call", [launch_local, run_ranks])
+def test_a_function_that_is_in_no_file_is_refused(call: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    main: Any = ModuleType("__main__")  # As of `python -c` and of standard input.
+    exec("def work(): pass", vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    refusal = f"{call.__name__}: new processes cannot find work, which is in no file: .*`from work import work`"
+    with pytest.raises(ValueError, match=refusal):
+        call(main.work, 2)
 
 
 def test_a_process_that_only_imports_the_program_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

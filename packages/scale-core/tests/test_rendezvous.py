@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from scale_core.comm.group import Group
 from scale_core.errors import LaunchError
-from scale_core.launch import launcher, rendezvous
+from scale_core.launch import launcher, rendezvous, roll_call
 from scale_core.launch.rendezvous import init_distributed, open_store
 from scale_core.testing import run_ranks
 
@@ -299,41 +299,21 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
     assert written == {"attempt-1-rank-0": "2.0", "attempt-1-rank-1": "2.0"}
 
 
-OF_JOB = """
-import sys, torch, torch.distributed as dist
-from scale_core.launch import init_distributed, roll_call
-roll_call._SHORT_GRACE = roll_call._LONG_GRACE = 100.0
-try:
-    init_distributed(device="cpu", limit_seconds=240)
-except Exception as error:
-    print(type(error).__name__, error)
-    sys.exit(1)
-jobs = [torch.zeros(1) for _ in range(2)]
-dist.all_gather(jobs, torch.tensor([float(sys.argv[1])]))
-print("joined", *map(float, jobs))
-dist.destroy_process_group()
-"""
-
-
-def start_of_job(job: int, rank: int, port: int, **variables: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    environment |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-c", OF_JOB, str(job)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-
-def told_by(processes: list[subprocess.Popen[str]]) -> list[str]:
+def join_job(folder: Path, port: int) -> str:
+    """What init_distributed says to one of the two ranks of one of two jobs."""
+    mine = claim(folder, 4)
+    os.environ.update({"RANK": str(mine % 2), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    roll_call._SHORT_GRACE = roll_call._LONG_GRACE = 100.0
     try:
-        return [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        init_distributed(device="cpu", limit_seconds=240.0)
+    except LaunchError as error:
+        return str(error)
+    return "joined"
 
 
 @pytest.mark.fault(114)
-def test_two_jobs_on_one_port_never_mix() -> None:
+def test_two_jobs_on_one_port_never_mix(tmp_path: Path) -> None:
     port = free_port()
-    told = told_by([start_of_job(job, rank, port) for job, rank in ((0, 0), (1, 1), (1, 0), (0, 1))])
-    assert all(text.startswith("LaunchError") and f"MASTER_PORT={port}" in text for text in told), told
-    assert any("choose another MASTER_PORT" in text for text in told), told
+    messages = run_ranks(join_job, 4, tmp_path, port, backend=None)
+    assert all(f"MASTER_PORT={port}" in message for message in messages), messages
+    assert any("choose another MASTER_PORT" in message for message in messages), messages
