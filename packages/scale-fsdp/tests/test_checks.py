@@ -21,36 +21,23 @@ class Model(nn.Module):
         return self.head(x * self.scale)
 
 
-def refused(model: nn.Module, call) -> str:
-    with pytest.raises(RuntimeError, match="outside of the unit's forward") as caught:
-        call(model)
-    model(noise(2, 3)).sum().backward()
-    assert all(param.grad is not None for param in model.parameters())
-    return str(caught.value)
-
-
 @pytest.mark.fault(85)
 @pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(
+    "past, words",
+    [
+        ("head", ["a Linear of the root unit", "(weight, bias)", "call the Model itself, model(...)"]),
+        ("forward", ["a Model of the root unit", "(scale)"]),
+    ],
+)
 @pytest.mark.ranks(2, in_turn=True)
-def test_a_module_called_past_its_unit_is_refused(reshard):
-    message = refused(
-        sharded(Model(), [""], reshard_after_forward=reshard),
-        lambda model: (model(noise(2, 3)), model.head(noise(2, 3))),
-    )
-    assert "a Linear of the root unit" in message
-    assert "(weight, bias)" in message
-    assert "call the Model itself, model(...)" in message
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.ranks(2, in_turn=True)
-def test_forward_in_place_of_the_call_is_refused(reshard):
-    message = refused(
-        sharded(Model(), [""], reshard_after_forward=reshard),
-        lambda model: (model(noise(2, 3)), model.forward(noise(2, 3))),
-    )
-    assert "a Model of the root unit" in message
-    assert "(scale)" in message
+def test_a_call_past_the_unit_is_refused(past, words, reshard):
+    model = sharded(Model(), [""], reshard_after_forward=reshard)
+    with pytest.raises(RuntimeError, match="outside of the unit's forward") as caught:
+        model(noise(2, 3)), getattr(model, past)(noise(2, 3))
+    assert all(word in str(caught.value) for word in words)
+    model(noise(2, 3)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
 
 
 @pytest.mark.ranks(2)
