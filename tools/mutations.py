@@ -333,7 +333,8 @@ class Copy:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         leave_out = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info", "dist")
-        shutil.copytree(ROOT / "packages", folder / "packages", ignore=leave_out)
+        for name in ("packages", "tests/shared"):
+            shutil.copytree(ROOT / name, folder / name, ignore=leave_out)
         for name in ("pyproject.toml", "conftest.py"):
             shutil.copy(ROOT / name, folder)
         (folder / "docs" / "guides").mkdir(parents=True)
