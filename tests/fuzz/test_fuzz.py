@@ -31,8 +31,8 @@ from fuzz_programs import Evaluate, Fail, Program, Train, Wrapping, code_of, pro
 
 from scale_check.fuzz.pool import kind_of
 
-DEFAULT_SEEDS = range(80)
-SOAK_SEEDS = "80:4000"
+DEFAULT_SEEDS = range(60)
+SOAK_SEEDS = "60:4000"
 
 
 def told(failed: Sequence[tuple[Program, str]]) -> str:

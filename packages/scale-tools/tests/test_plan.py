@@ -447,9 +447,9 @@ def test_processes_that_see_no_gpu_estimate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    seen = run_json(capsys, "--only", "fsdp-offload")
+    seen = run_json(capsys, "--only", "fsdp-offload", *KEPT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert run_json(capsys, "--only", "fsdp-offload") == seen and seen["strategies"][0]["peak_bytes"] > 0
+    assert run_json(capsys, "--only", "fsdp-offload", *KEPT) == seen and seen["strategies"][0]["peak_bytes"] > 0
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
@@ -602,12 +602,12 @@ def test_fp16_is_planned_with_its_scaler() -> None:
 
 @pytest.mark.simulation
 def test_the_table_names_what_fits_and_the_margin_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*COMMAND, "--only", "fsdp"]) == 0
+    assert main([*COMMAND, "--only", "fsdp", *KEPT]) == 0
     printed = capsys.readouterr().out
     assert "Cheapest and fastest of what fits: fsdp\n" in printed
     assert "--parallel fsdp" in printed and "MiB of one rank at its peak" in printed and "33.7" not in printed
     peak = found_for("fsdp").peak_bytes
-    run_json(capsys, "--only", "fsdp", "--device-memory", f"{peak}B", "--margin", "0.2", code=1)
+    run_json(capsys, "--only", "fsdp", *KEPT, "--device-memory", f"{peak}B", "--margin", "0.2", code=1)
 
 
 def test_a_problem_of_several_rows_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
