@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from state_cases import TOKENS, Awkward, Layout
-from torch import nn
+from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
 from scale_fsdp import FullyShardedDataParallel, fully_shard
+from scale_fsdp.state_dict.loading import load_full_state_dict
 
 CHANGES = {
     'Missing key(s) in state_dict: "body.2.weight".': lambda state: state.pop("body.2.weight"),
@@ -90,3 +91,11 @@ def test_what_one_rank_alone_has_saved_is_no_full_state() -> None:
     model = FullyShardedDataParallel(Awkward())
     with pytest.raises(ValueError, match=r"one rank alone: call load_local_state_dict\(state_dict\), or consolidate"):
         model.load_state_dict(model.local_state_dict())
+
+
+def test_assign_is_refused_before_anything_is_looked_at() -> None:
+    def never(*_: Any) -> Tensor:
+        raise AssertionError
+
+    with pytest.raises(ValueError, match="assign=True"):
+        load_full_state_dict(fully_shard(nn.Linear(2, 2)), never, {}, True, True)
