@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_values import by_rank
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +15,6 @@ from scale_core.comm.group import Group, group_of
 from scale_core.optim.clip_grad import clip_grad_norm_, grad_norm
 from scale_core.shard import Axis, Placement, Shard, on_local_tensors
 from scale_core.sharded_tensor.tensor import set_shard
-from scale_core.testing import run_ranks
 
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf)
 
@@ -51,18 +49,6 @@ def cut(name: str, grad: Tensor, group: Group) -> nn.Parameter:
     size = -(-grad.numel() // group.size)
     start, stop = min(group.rank * size, grad.numel()), min((group.rank + 1) * size, grad.numel())
     return piece_of(name, grad, start, stop, Axis(group, Placement.SHARD))
-
-
-def not_a_number_on_one_rank(bad: float, where: int) -> list[float]:
-    group = group_of()
-    grad = torch.ones(4)
-    if dist.get_rank() == where:
-        grad[1] = bad
-    param = with_grad(grad)
-    set_shard(
-        param, Shard("weight", (4 * group.size,), 4 * group.rank, 4 * group.rank + 4, (Axis(group, Placement.SHARD),))
-    )
-    return [grad_norm([param], norm_type).item() for norm_type in (2.0, math.inf)]
 
 
 @pytest.mark.ranks("num_ranks")
@@ -133,15 +119,16 @@ def test_over_two_axes_shards_combine_and_replicas_do_not() -> None:
         grad_norm([partial])
 
 
-@pytest.mark.parametrize("where", [0, 1, 2])
-def test_a_nan_or_infinity_on_one_rank_reaches_all(where: int) -> None:
-    for norms in run_ranks(not_a_number_on_one_rank, 3, math.nan, where):
-        assert all(math.isnan(norm) for norm in norms)
-
-
-def test_an_infinity_is_the_norm() -> None:
-    for norms in run_ranks(not_a_number_on_one_rank, 2, -math.inf, 1):
-        assert norms == [math.inf, math.inf]
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize(
+    "num_ranks, bad, bad_rank", [(3, math.nan, 0), (3, math.nan, 1), (3, math.nan, 2), (2, -math.inf, 1)]
+)
+def test_a_nan_or_infinity_on_one_rank_reaches_all(num_ranks: int, bad: float, bad_rank: int) -> None:
+    grad = torch.ones(4 * num_ranks)
+    grad[4 * bad_rank + 1] = bad
+    param = cut("weight", grad, group_of())
+    for norm_type in (2.0, math.inf):
+        assert grad_norm([param], norm_type).item() == pytest.approx(abs(bad), nan_ok=True)
 
 
 def test_half_precision_gradients_do_not_overflow() -> None:
@@ -250,9 +237,12 @@ def test_of_complex_gradients_the_magnitudes_count(norm_type: float) -> None:
     assert grad_norm(with_grad(grads[0].to(torch.complex64))).dtype == torch.float32
 
 
-def of_copies() -> tuple[float, float, float]:
-    """Both ranks have one half of a matrix each by columns, and copies of another tensor."""
+@pytest.mark.ranks(2)
+def test_columns_count_once_and_of_copies_one_counts() -> None:
+    """Both ranks have one half of a matrix each by columns, and copies of two other tensors."""
     group, grads = group_of(), whole_grads(torch.float64)
+    plain = [with_grad(grads[name].clone()) for name in ("table", "weight", "bias")]
+    expected = utils.clip_grad_norm_(plain, 0.5).item()
     axes = (Axis(group, Placement.SHARD),)
     columns = with_grad(grads["table"].split([17, 13], 1)[group.rank].contiguous())
     ranges = (((0, 40),), (((0, 17), (17, 30))[group.rank],))
@@ -262,15 +252,7 @@ def of_copies() -> tuple[float, float, float]:
     replicated = with_grad(grads["bias"].clone())
     set_shard(replicated, Shard("", (3,), 0, 3, (Axis(group, Placement.REPLICATE),)))
     params = [columns, copied, replicated]
-    before = clip_grad_norm_(params, 0.5)
-    return before.item(), grad_norm(params).item(), copied.grad.norm().item()
-
-
-def test_columns_count_once_and_of_copies_one_counts() -> None:
-    grads = whole_grads(torch.float64)
-    plain = [with_grad(grads[name].clone()) for name in ("table", "weight", "bias")]
-    expected = utils.clip_grad_norm_(plain, 0.5).item()
-    for before, after, copied in run_ranks(of_copies, 2):
-        assert before == pytest.approx(expected, rel=1e-12)
-        assert after == pytest.approx(0.5, rel=1e-5)
-        assert copied == pytest.approx(plain[1].grad.norm().item(), rel=1e-12), "every copy is scaled"
+    assert clip_grad_norm_(params, 0.5).item() == pytest.approx(expected, rel=1e-12)
+    assert grad_norm(params).item() == pytest.approx(0.5, rel=1e-5)
+    # Every copy is scaled.
+    assert copied.grad.norm().item() == pytest.approx(plain[1].grad.norm().item(), rel=1e-12)
