@@ -69,8 +69,10 @@ def one_does_something_else(what: str) -> tuple[str, str, int, str]:
     return caught(lambda: run_step(contract, "a"))
 
 
-def some_give_up(who: list[int]) -> list[str]:
-    """At each event of the first step in turn; returns what was said, and that all go on afterwards is in the rows."""
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize("num_ranks, who", [(2, [1]), (3, [0, 2]), (2, [0, 1])])
+def test_whoever_fails_tells_the_others_at_the_next_comparison(num_ranks: int, who: list[int]) -> None:
+    """At each event of the first step in turn; all go on afterwards."""
     contract = Contract(group_of(), LIMIT)
     mine, told = contract.group.rank in who, []
     for place in range(7):
@@ -96,15 +98,9 @@ def some_give_up(who: list[int]) -> list[str]:
         run_step(contract, "abc")
     contract.begin(FORWARD, new_step=True)
     assert not contract.checks_every_event
-    return told
-
-
-def test_whoever_fails_tells_the_others_at_the_next_comparison() -> None:
-    for world, who in ((2, [1]), (3, [0, 2]), (2, [0, 1])):
-        reasons = "; ".join(f"rank {rank}: reason of {rank}" for rank in who)
-        for told in run_ranks(some_give_up, world, who):
-            assert len(told) == 7
-            assert all("aborted on all ranks" in words and reasons in words for words in told), told
+    reasons = "; ".join(f"rank {rank}: reason of {rank}" for rank in who)
+    assert len(told) == 7
+    assert all("aborted on all ranks" in words and reasons in words for words in told), told
 
 
 def one_raises() -> tuple[str, str, int, str] | None:

@@ -13,15 +13,23 @@ from torch import Tensor
 from scale_core.comm.group import Group, group_of
 from scale_core.flat.config import DtypePolicy
 from scale_core.hooks.gradients import lacks_autograd_hooks, register_local_grad_hook
-from scale_core.shard import on_local_tensors
-from scale_core.testing import run_ranks
 from scale_core.uneven_inputs import join
 
 pytestmark = pytest.mark.local_tensors
 
 
-@on_local_tensors
-def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.ranks("num_ranks")
+@pytest.mark.parametrize(
+    "num_ranks, used_by_rank, reduce_dtype",
+    [
+        (3, {1: [0, 2], 2: []}, None),
+        (3, {1: [0, 2], 2: []}, torch.bfloat16),
+        (2, {0: [1], 1: [1, 4]}, None),
+    ],
+)
+def test_gradients_are_averaged_and_unused_ones_are_zeros(
+    num_ranks: int, used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | None
+) -> None:
     """Parameters that some ranks have not used count as zeros there; what nobody used is zero."""
     group = group_of()
     buffer = make(group, DtypePolicy(reduce=reduce_dtype))
@@ -44,11 +52,6 @@ def reductions(used_by_rank: dict[int, list[int]], reduce_dtype: torch.dtype | N
             expected = step * (total / group.size).reshape(-1)[span.start : span.stop].view(span.shape)
             assert param.grad is not None and param.grad.dtype == torch.float32
             assert torch.equal(param.grad, expected), (index, param.grad, expected)
-
-
-@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16])
-def test_gradients_are_averaged_and_unused_ones_are_zeros(reduce_dtype: torch.dtype | None) -> None:
-    run_ranks(reductions, 3, {1: [0, 2], 2: []}, reduce_dtype)
 
 
 @pytest.mark.ranks(2)
@@ -105,10 +108,6 @@ def test_each_backward_pass_is_reported_alone() -> None:
             assert [grad.tolist() for grad in first] == [one.tolist(), other.tolist()]
             assert [grad.tolist() for grad in last] == [one.tolist()]
         assert not lacks_autograd_hooks(torch.nn.Parameter(torch.ones(2)))
-
-
-def test_what_nobody_used_gets_zeros() -> None:
-    run_ranks(reductions, 2, {0: [1], 1: [1, 4]}, None)
 
 
 @pytest.mark.ranks(2)

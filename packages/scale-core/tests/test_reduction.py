@@ -10,7 +10,6 @@ from scale_core.comm.group import Group, group_of
 from scale_core.device.streams import Stream
 from scale_core.flat.config import ShardGroups
 from scale_core.flat.gradient import PlainReduceScatter, Reduction
-from scale_core.testing import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -28,7 +27,8 @@ def part(group: Group, summed_over: list[int], divisor: int) -> Tensor:
     return total[3 * group.rank : 3 * (group.rank + 1)] / divisor
 
 
-def averages() -> None:
+@pytest.mark.ranks(1, 3)
+def test_results_wait_in_the_order_in_which_they_were_started() -> None:
     group = group_of()
     reduction = make(group)
     assert reduction.results() == []
@@ -46,11 +46,6 @@ def averages() -> None:
         reduction.start(flat(group.rank, group.size))
     reduction.cancel()
     assert reduction.results() == []
-
-
-def test_results_wait_in_the_order_in_which_they_were_started() -> None:
-    for num_ranks in (1, 3):
-        run_ranks(averages, num_ranks)
 
 
 @pytest.mark.ranks(4)
