@@ -28,7 +28,7 @@ def perceptron() -> nn.Sequential:
 # Names, order, groups.
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_parameters_are_shards_under_the_original_names():
     plain = perceptron()
     model = sharded(plain, ["2.0", "2", "0", ""])
@@ -57,7 +57,7 @@ def test_the_module_keeps_its_class_and_its_methods():
     assert model.answer() == 42
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_parameter_groups_by_dimension_train_as_plain():
     def groups_by_dimension(params):
         params = list(params)
@@ -75,7 +75,7 @@ def test_parameter_groups_by_dimension_train_as_plain():
 
 
 @pytest.mark.fault(83)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_parameters_may_be_frozen_before_or_after_wrapping():
     def freeze(*names):
         def before(model, step):
@@ -93,7 +93,7 @@ def test_parameters_may_be_frozen_before_or_after_wrapping():
             assert_trains_as_plain(perceptron(), units, mean_square(4, 5), before_step=after, optimizers=[other])
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_parameters_may_be_frozen_and_unfrozen_between_steps():
     def freeze_by_turns(model, step):
         for number, param in enumerate(model.parameters()):
@@ -142,7 +142,7 @@ TIED = {
 }
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_tied_parameters_stay_tied():
     for units in TIED.values():
         for reshard, both in ((True, [adam]), (False, [sgd])):
@@ -152,7 +152,7 @@ def test_tied_parameters_stay_tied():
         assert list(dict(model.named_parameters())) == list(dict(Tied().named_parameters()))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_tied_units_show_their_shards_after_an_evaluation():
     """Train, evaluate, save: the modules show the same shards after each, and what they save loads."""
     tokens = torch.arange(6).view(2, 3)
@@ -218,7 +218,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.fault(82, 83)
-@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.ranks(1, 2, 4, in_turn=True)
 def test_parameters_of_any_shape_and_dtype_in_one_unit():
     for atom, both in (("auto", [adam]), ("element", [sgd]), ("row", [adam]), ("parameter", [sgd])):
         assert_trains_as_plain(Odd(), [""], mean_square(4, 5), optimizers=both, atom=atom)
@@ -249,7 +249,7 @@ def test_attributes_of_parameters_outlive_sharding_and_moves(build):
         each(torch.ones(2, 3, dtype=next(each.parameters()).dtype)).sum().backward()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_channels_last_weights_have_the_same_gradients():
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 2)).to(memory_format=torch.channels_last)
@@ -262,14 +262,14 @@ def test_channels_last_weights_have_the_same_gradients():
 
 
 @pytest.mark.fault(87)
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_units_with_fewer_elements_than_ranks():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 2, bias=False), nn.LayerNorm(2, bias=False))
     assert_trains_as_plain(plain, ["0", "1", "2", ""], mean_square(3, 1))
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_fused_optimizers_step_over_empty_shards():
     model = sharded(nn.Sequential(nn.Linear(3, 1), nn.Linear(1, 1)), ["0", "1", ""])
     for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
@@ -283,7 +283,7 @@ def test_fused_optimizers_step_over_empty_shards():
 
 
 @pytest.mark.fault(26)
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_all_ranks_start_from_the_weights_and_buffers_of_rank_0():
     torch.manual_seed(dist.get_rank())
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
@@ -294,7 +294,7 @@ def test_all_ranks_start_from_the_weights_and_buffers_of_rank_0():
     assert_equal(model, expected)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_buffers_of_any_dtype_start_from_those_of_rank_0():
     """Buffers of dtypes that few transports know, contiguous and not."""
     model, expected = nn.Linear(2, 2), {}
@@ -309,7 +309,7 @@ def test_buffers_of_any_dtype_start_from_those_of_rank_0():
         assert buffer.dtype == zeros.dtype and not buffer.to(torch.complex128).any(), name
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_local_gradients_of_flat_units_are_reported():
     """What `register_local_grad_hook` shows of a flat unit: its own gradient, in the order of the buffer."""
     plain = perceptron()
@@ -333,7 +333,7 @@ def test_local_gradients_of_flat_units_are_reported():
                 assert torch.equal(mine, plain.get_parameter(name).grad), f"{name} differs"
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_each_flat_parameter_has_a_name_of_its_own():
     """Two flat buffers in one unit; each has a name of its own, and its local gradient is reported."""
     torch.manual_seed(dist.get_rank())
@@ -353,7 +353,7 @@ def test_each_flat_parameter_has_a_name_of_its_own():
 # Groups.
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_subgroups_train_by_themselves():
     for members in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[1, 3]], [[0, 1, 3]]):
         groups = [dist.new_group(ranks) for ranks in members]
@@ -364,7 +364,7 @@ def test_subgroups_train_by_themselves():
                 assert_trains_as_plain(perceptron(), ["0", "2", ""], step, process_group=group, optimizers=[make])
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_a_device_mesh_takes_the_place_of_a_group():
     line = init_device_mesh("cpu", (4,))
     plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
@@ -379,7 +379,7 @@ def test_a_world_of_one_needs_no_process_group():
     assert_trains_as_plain(Odd(), [""], mean_square(4, 5))
 
 
-@pytest.mark.ranks(1)
+@pytest.mark.ranks(1, in_turn=True)
 def test_a_world_of_one_works_in_a_process_group_too():
     assert_trains_as_plain(perceptron(), ["0", "2", ""], mean_square(4, 5))
 
@@ -397,7 +397,7 @@ class Deep(nn.Module):
         return x + torch.tanh(self.inner(self.linear(x)))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_units_nest_at_any_depth():
     torch.manual_seed(5)
     names = [".".join(["inner"] * depth) for depth in range(6, -1, -1)]
@@ -406,7 +406,7 @@ def test_units_nest_at_any_depth():
         assert_trains_as_plain(Deep(6), names, mean_square(2, 3), **kwargs, optimizers=[adam])
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_units_without_a_unit_around_them_train_too():
     torch.manual_seed(6)
     assert_trains_as_plain(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), ["0", "1"], mean_square(4, 3))
@@ -465,7 +465,7 @@ def test_buffers_and_ignored_parameters_over_one_memory():
         fully_shard(model)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_attributes_stay_on_shards_and_full_parameters():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
@@ -487,7 +487,7 @@ def test_attributes_stay_on_shards_and_full_parameters():
 # Views of wider dtypes.
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, in_turn=True)
 def test_parameters_may_be_seen_as_wider_dtypes():
     class WiderViews(nn.Module):
         """Parameters that the forward sees as complex numbers and as halves, behind ones of odd sizes."""
