@@ -30,7 +30,7 @@ def state_of(buffer: FlatBuffer) -> State:
     return buffer.state
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_kept_part_is_gathered_among_those_that_keep_it() -> None:
     """What some ranks keep of the full buffer they gather among themselves; without it all ranks give their shards."""
     group, params = group_of(), whole_params()
@@ -51,7 +51,7 @@ def test_a_kept_part_is_gathered_among_those_that_keep_it() -> None:
     assert gathers == ["all", "part", "all"]
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @on_local_tensors
 def test_a_gathered_buffer_holds_all_and_a_released_one_nothing(num_ranks: int) -> None:
@@ -76,7 +76,7 @@ def test_a_gathered_buffer_holds_all_and_a_released_one_nothing(num_ranks: int) 
         assert torch.equal(whole, param)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @on_local_tensors
 def test_exposed_parameters_say_what_they_are_pieces_of() -> None:
     group = group_of()
@@ -96,7 +96,7 @@ def test_exposed_parameters_say_what_they_are_pieces_of() -> None:
     assert param.data_ptr() == flat.shard.data_ptr()
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_computing_dtype_is_that_of_the_full_buffer_only(num_ranks: int) -> None:
     group, params = group_of(), whole_params()
@@ -110,7 +110,7 @@ def test_the_computing_dtype_is_that_of_the_full_buffer_only(num_ranks: int) -> 
         assert torch.equal(whole, param)
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @on_local_tensors
 def test_one_flat_parameter_can_stand_for_all(num_ranks: int) -> None:
@@ -128,7 +128,7 @@ def test_one_flat_parameter_can_stand_for_all(num_ranks: int) -> None:
     buffer.release()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_write_to_a_shard_makes_the_gathered_buffer_stale() -> None:
     """Whatever writes to a shard while its full buffer is gathered is noticed."""
     group, unnoticed = group_of(), []
@@ -161,7 +161,7 @@ def test_a_write_to_a_shard_makes_the_gathered_buffer_stale() -> None:
     assert unnoticed == []
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @on_local_tensors
 def test_after_a_discard_everything_works_again(num_ranks: int) -> None:
@@ -197,7 +197,7 @@ def test_after_a_discard_everything_works_again(num_ranks: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_frozen_parameters_among_trained_ones_get_no_gradient() -> None:
     group, params = group_of(), whole_params()
     params[1].requires_grad_(False)
@@ -213,7 +213,7 @@ def test_frozen_parameters_among_trained_ones_get_no_gradient() -> None:
     assert buffer.unsharded_params[1].requires_grad and buffer.trains
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_fewer_elements_than_ranks_and_none_at_all() -> None:
     """More ranks than elements, and nothing at all."""
     group = group_of()
@@ -271,7 +271,7 @@ def test_noncontiguous_parameters_are_taken_in_row_major_order() -> None:
     assert torch.equal(gathered(buffer)[0], param.detach())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @on_local_tensors
 def test_a_buffer_moves_into_another_shard_with_its_parameters() -> None:
     group = group_of()
@@ -314,7 +314,7 @@ def test_a_buffer_on_meta_has_shapes_and_gets_values_by_moving() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gathered(buffer), whole_params(), strict=True))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @on_local_tensors
 def test_a_copy_of_a_buffer_holds_the_same_and_shares_nothing() -> None:
     for flatten in (False, True):
@@ -334,7 +334,7 @@ def test_a_copy_of_a_buffer_holds_the_same_and_shares_nothing() -> None:
             assert not torch.equal(gathered(other)[0], wholes[0])
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_copied_shard_may_be_written_to_while_it_is_gathered() -> None:
     """Rank 0 writes to its shard before rank 1 begins."""
     group = group_of()

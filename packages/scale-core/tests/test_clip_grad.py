@@ -51,7 +51,7 @@ def cut(name: str, grad: Tensor, group: Group) -> nn.Parameter:
     return piece_of(name, grad, start, stop, Axis(group, Placement.SHARD))
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.fault(72)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @on_local_tensors
@@ -72,7 +72,7 @@ def test_norm_and_clipped_gradients_equal_torch_s_on_the_whole(num_ranks: int) -
 
 @pytest.mark.fault(72)
 @pytest.mark.parametrize("num_ranks", [1, 4])
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 def test_every_element_counts_once_whoever_holds_it(num_ranks: int) -> None:
     """Mixed: sharded, replicated, frozen, without a gradient on one rank or on all, in half precision."""
     group, grads = group_of(), whole_grads()
@@ -94,7 +94,7 @@ def test_every_element_counts_once_whoever_holds_it(num_ranks: int) -> None:
     assert len(set(by_rank(found.item()))) == 1
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_over_two_axes_shards_combine_and_replicas_do_not() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     outer, inner = group_of(mesh["outer"]), group_of(mesh["inner"])
@@ -119,7 +119,7 @@ def test_over_two_axes_shards_combine_and_replicas_do_not() -> None:
         grad_norm([partial])
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize(
     "num_ranks, bad, bad_rank", [(3, math.nan, 0), (3, math.nan, 1), (3, math.nan, 2), (2, -math.inf, 1)]
 )
@@ -163,7 +163,7 @@ def test_all_double_gradients_give_a_double() -> None:
     assert grad_norm([param, with_grad(torch.zeros(2))]).dtype == torch.float32
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_rank_without_gradients_clips_by_the_others_double() -> None:
     """The norm in fp64 of what has a gradient on rank 0 alone."""
     group = group_of()
@@ -237,7 +237,7 @@ def test_of_complex_gradients_the_magnitudes_count(norm_type: float) -> None:
     assert grad_norm(with_grad(grads[0].to(torch.complex64))).dtype == torch.float32
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_columns_count_once_and_of_copies_one_counts() -> None:
     """Both ranks have one half of a matrix each by columns, and copies of two other tensors."""
     group, grads = group_of(), whole_grads(torch.float64)

@@ -93,7 +93,7 @@ def as_torch_on_one_process(name: str, clips: bool) -> None:
     torch.testing.assert_close(piece.detach(), reference.detach(), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.fault(70)
 def test_a_bad_gradient_on_one_rank_is_a_step_on_none(num_ranks: int) -> None:
@@ -117,7 +117,7 @@ def test_a_bad_gradient_on_one_rank_is_a_step_on_none(num_ranks: int) -> None:
             scaler.update(8.0)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 @pytest.mark.fault(70)
 def test_ranks_without_elements_or_losses_step_too() -> None:
     """One rank holds an empty shard, one no gradient; the scale of one that computes no loss is made all the same."""
@@ -141,7 +141,7 @@ def test_ranks_without_elements_or_losses_step_too() -> None:
             assert changed == (rank == 0 and not skipped)
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize("num_ranks", [1, 3])
 @pytest.mark.fault(70)
 def test_each_optimizer_has_its_verdict(num_ranks: int) -> None:
@@ -160,7 +160,7 @@ def test_each_optimizer_has_its_verdict(num_ranks: int) -> None:
     assert scaler.get_scale() == 8
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_scales_that_differ_or_were_never_used_are_refused() -> None:
     group, param = group_of(), nn.Parameter(torch.ones(2))
     for name in OPTIMIZERS:
@@ -174,7 +174,7 @@ def test_scales_that_differ_or_were_never_used_are_refused() -> None:
     assert param.tolist() == [1, 1]
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_a_group_that_lacks_ranks_of_a_shard_is_refused() -> None:
     """And that of one rank has a scale of its own."""
     group, param = group_of(), nn.Parameter(torch.ones(2))
@@ -200,7 +200,7 @@ each_training = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 @pytest.mark.fault(70)
 @each_training
 def test_three_ranks_step_together_or_not_at_all(name: str, clips: bool) -> None:

@@ -18,7 +18,7 @@ from scale_core.uneven_inputs import join
 pytestmark = pytest.mark.local_tensors
 
 
-@pytest.mark.ranks("num_ranks")
+@pytest.mark.ranks("num_ranks", in_turn=True)
 @pytest.mark.parametrize(
     "num_ranks, used_by_rank, reduce_dtype",
     [
@@ -54,7 +54,7 @@ def test_gradients_are_averaged_and_unused_ones_are_zeros(
             assert torch.equal(param.grad, expected), (index, param.grad, expected)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_the_gradient_of_a_rank_without_data_counts_nothing() -> None:
     """Rank 0 has one batch and rank 1 two, the second of which alone counts; then samples are what counts."""
     group = group_of()
@@ -74,7 +74,7 @@ def test_the_gradient_of_a_rank_without_data_counts_nothing() -> None:
                 param.grad = None
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_each_backward_pass_is_reported_alone() -> None:
     """Of passes whose gradients are summed, those that are not reduced are told of when they have gone well."""
     group = group_of()
@@ -110,7 +110,7 @@ def test_each_backward_pass_is_reported_alone() -> None:
         assert not lacks_autograd_hooks(torch.nn.Parameter(torch.ones(2)))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 @pytest.mark.fault(74, techniques=("fsdp",))
 def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
     """Micro-batches are summed in a dtype that is wide enough, and sent once."""
@@ -130,7 +130,7 @@ def test_micro_batches_are_summed_in_a_wide_dtype() -> None:
     assert all(param.grad is not None and param.grad.dtype == torch.float32 for param in buffer.sharded_params)
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 @pytest.mark.fault(74, techniques=("fsdp",))
 def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
     group, params = group_of(), whole_params(torch.bfloat16)
@@ -145,7 +145,7 @@ def test_half_precision_parameters_can_be_reduced_in_fp32() -> None:
         assert torch.equal(param.grad, expected)  # Added up in fp32, rounded once.
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_late_gradient_is_added_by_the_next_reduction() -> None:
     """A gradient that comes while its buffer is being reduced goes into the next reduction, and adds."""
     group = group_of()
@@ -162,7 +162,7 @@ def test_a_late_gradient_is_added_by_the_next_reduction() -> None:
         assert param.grad is not None and torch.equal(param.grad, expected)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_local_gradients_are_reported_whole_and_unreduced() -> None:
     group, heard = group_of(), []
     buffer = make(group)

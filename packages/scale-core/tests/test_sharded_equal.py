@@ -25,7 +25,7 @@ def piece_of(full: Tensor, name: str, cut: int) -> nn.Parameter:
     return piece
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_equal_compares_tensors_that_are_cut_elsewhere() -> None:
     first, other = piece_of(FULL, "first", 7), piece_of(FULL, "other", 12)
     empty = piece_of(FULL, "empty", 0)
@@ -34,7 +34,7 @@ def test_equal_compares_tensors_that_are_cut_elsewhere() -> None:
     assert [*equal, torch.equal(first, changed), torch.allclose(changed, empty)] == [True] * 3 + [False] * 2
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_local_elements_are_compared_with_to_local() -> None:
     """Rank 0 has all elements of one, and its part has the full shape; rank 1 would leave it waiting."""
     told = []
@@ -50,13 +50,13 @@ def test_local_elements_are_compared_with_to_local() -> None:
     assert len(first) == 2 and len(second) == 1
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_parameters_of_other_shapes_differ() -> None:
     """Both have as many elements on this rank, and other shapes in full: they differ, and nobody waits."""
     assert not torch.equal(piece_of(FULL, "first", 5), piece_of(FULL.reshape(-1)[:10], "other", 5))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_sharded_result_is_gathered_for_a_full_parameter() -> None:
     """What a program makes of a sharded gradient, as of ShardedDataParallel, goes to the parameter of each rank."""
     expected = [1 + 2 * FULL, FULL, 1 - FULL]
@@ -83,7 +83,7 @@ for _function, _name in ((_mul, "mul_"), (_norm, "norm")):
     _function.__module__, _function.__name__ = "torch.foreach", _name
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_functions_of_torch_foreach_take_lists() -> None:
     """As torch 2.15 calls them; an older torch has no `torch.foreach`."""
     pieces = [piece_of(torch.arange(4.0), "listed", 1).detach()]

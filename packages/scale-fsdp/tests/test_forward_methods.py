@@ -52,7 +52,7 @@ def registered(plain: nn.Module, units: list[str], names: tuple[str, ...] = ("en
     return model
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, in_turn=True)
 def test_methods_and_forward_train_as_in_the_plain_model():
     def register_methods(model: nn.Module, number: int) -> None:
         if unit_of(model) is not None and number == 0:
@@ -69,7 +69,7 @@ def test_methods_and_forward_train_as_in_the_plain_model():
         assert_trains_as_plain(Autoencoder(), units, by_methods, before_step=register_methods)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_registered_method_gathers_its_unit_once():
     """How often the outermost unit is gathered while its module is called four times: by hand, and registered."""
     counts = []
@@ -92,7 +92,7 @@ def test_a_registered_method_gathers_its_unit_once():
 
 
 @pytest.mark.fault(85)
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_an_unregistered_method_is_refused():
     model = sharded(Autoencoder(), [""])
     for call in (lambda: model.encode(noise(2, 5)), lambda: model.decode(noise(2, 3))):
@@ -113,7 +113,7 @@ def test_an_unregistered_method_is_refused():
     model.decode(noise(2, 3))["x"].sum().backward()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_different_methods_on_two_ranks_are_an_error():
     """The two run the same units; what is averaged would be gradients of two different things."""
     model = registered(Autoencoder(), ["inward", "outward", ""], ("reconstruct",))
@@ -126,7 +126,7 @@ def test_different_methods_on_two_ranks_are_an_error():
         (model if dist.get_rank() else model.reconstruct)(noise(2, 5)).sum().backward()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_method_is_found_through_the_wrapper():
     model = FullyShardedDataParallel(Autoencoder())
     register_fsdp_forward_method(model, "encode")

@@ -53,7 +53,7 @@ def test_summoned_parameters_are_full_and_changes_stay(way):
         assert_equal(model, plain if volatile else perceptron(2))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_without_recursion_units_inside_stay_sharded():
     model = sharded(perceptron(), ["0", ""])
     with model.summon_full_params(recurse=False):
@@ -61,7 +61,7 @@ def test_without_recursion_units_inside_stay_sharded():
     assert inner != (7, 5) and outer == (3, 7)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_summoning_in_a_forward_or_in_itself_is_an_error():
     class Summoner(nn.Module):
         def __init__(self) -> None:
@@ -86,7 +86,7 @@ def test_summoning_in_a_forward_or_in_itself_is_an_error():
     assert all(p.grad is not None for p in model.parameters()), "no gradient"
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_summoning_between_forward_and_backward_changes_nothing():
     plain = perceptron()
     model = sharded(plain, ["0", "2", ""])
@@ -100,7 +100,7 @@ def test_summoning_between_forward_and_backward_changes_nothing():
     assert torch.allclose(norm, wanted), f"{norm} instead of {wanted}"
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_no_sync_keeps_gradients_until_the_next_backward_outside():
     """Gradients kept inside `no_sync` are sent by the first backward outside; before that, there are none."""
     model, plain = sharded(perceptron(), ["0", "2", ""]), perceptron()
@@ -116,7 +116,7 @@ def test_no_sync_keeps_gradients_until_the_next_backward_outside():
     assert torch.allclose(norm, wanted), f"{norm} instead of {wanted}"
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_gradients_that_wait_under_no_sync_can_be_dropped():
     """A micro-batch under `no_sync` is dropped, by `zero_grad`; then one step as if it had not been."""
     ways = ("of the model", "of the wrapper", "of the optimizer", "of torch's class")
@@ -183,7 +183,7 @@ def chosen() -> Chosen:
     return Chosen(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_what_is_frozen_keeps_the_gradient_that_waits():
     """What has a gradient from under `no_sync` is frozen; as in plain PyTorch, it keeps that for the step."""
     times, options = ("between passes", "in a pass"), ({}, {"reshard_after_forward": False})
@@ -218,7 +218,7 @@ def test_what_is_frozen_keeps_the_gradient_that_waits():
         assert_same_grads(model, plain)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_frozen_flat_parameter_keeps_the_gradient_that_waits():
     plain = perceptron()
     model = sharded(plain, ["0", ""], flatten_parameters=True)

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_parity import adam, sharded
-from state_cases import TOKENS, WRAPPINGS, Awkward
 from torch import Tensor, nn
 
 from scale_check.exact import assert_equal
@@ -18,30 +17,49 @@ from scale_fsdp import (
 )
 
 
-@pytest.mark.ranks(1, 2)
+class Model(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(7, 5)
+        self.body = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((2,), float(seed)))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(self.embed(tokens)))
+
+
+TOKENS = torch.tensor([1, 2, 5])
+WAYS = {"root": [""], "units": ["embed", "body.0", "body", ""], "head first": ["head", "body", ""]}
+
+
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_the_state_dict_is_the_plain_one_in_both_directions():
     def check_tied(state: dict[str, Tensor]) -> None:
         assert state["head.weight"] is state["embed.weight"], "a tied parameter has become two"
 
-    for way, units in WRAPPINGS.items():
+    for way, units in WAYS.items():
         for kwargs in (
             {},
             {"flatten_parameters": True},
             {"mp_policy": MixedPrecisionPolicy(torch.float16, torch.float16)},
         ):
-            model = sharded(Awkward(0), units, **kwargs)
-            assert_equal(model, Awkward(0))
-            assert list(model.state_dict()) == list(Awkward(0).state_dict()), f"order {list(model.state_dict())}"
+            model = sharded(Model(0), units, **kwargs)
+            assert_equal(model, Model(0))
+            assert list(model.state_dict()) == list(Model(0).state_dict()), f"order {list(model.state_dict())}"
             check_tied(model.state_dict())
-            result = model.load_state_dict(Awkward(3).state_dict())
+            result = model.load_state_dict(Model(3).state_dict())
             assert not result.missing_keys and not result.unexpected_keys, f"{way}: {result}"
-            assert_equal(model, Awkward(3))
-            plain = Awkward(1)
+            assert_equal(model, Model(3))
+            plain = Model(1)
             plain.load_state_dict(model.state_dict())
             assert_equal(model, plain)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_wrappers_at_several_levels_leave_no_trace_in_any_name():
     def wrapped(plain: nn.Module) -> nn.Module:
         """FullyShardedDataParallel at several levels."""
@@ -50,7 +68,7 @@ def test_wrappers_at_several_levels_leave_no_trace_in_any_name():
         plain.embed = FullyShardedDataParallel(plain.embed)
         return FullyShardedDataParallel(plain)
 
-    model, plain = wrapped(Awkward(0)), Awkward(0)
+    model, plain = wrapped(Model(0)), Model(0)
     assert_equal(model, plain)
     for ours, theirs in (
         (list(model.state_dict()), list(plain.state_dict())),
@@ -59,42 +77,42 @@ def test_wrappers_at_several_levels_leave_no_trace_in_any_name():
     ):
         assert ours == theirs, f"{ours} instead of {theirs}"
     assert not any("module" in name.split(".") for name, _ in model.named_modules())
-    model.load_state_dict(Awkward(4).state_dict())
-    assert_equal(model, Awkward(4))
+    model.load_state_dict(Model(4).state_dict())
+    assert_equal(model, Model(4))
     inner = model.body.state_dict()
-    assert list(inner) == list(Awkward(0).body.state_dict()), f"of a unit inside: {list(inner)}"
-    model.body.load_state_dict(Awkward(5).body.state_dict())
-    assert_equal(model.body, Awkward(5).body)
+    assert list(inner) == list(Model(0).body.state_dict()), f"of a unit inside: {list(inner)}"
+    model.body.load_state_dict(Model(5).body.state_dict())
+    assert_equal(model.body, Model(5).body)
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_a_module_inside_a_unit_has_the_plain_state_dict_too():
     """`model.body` is no unit, but inside of one."""
     for kwargs in ({}, {"flatten_parameters": True}):
-        model = sharded(Awkward(0), ["body.0", ""], **kwargs)
-        assert_equal(model.body, Awkward(0).body)
-        assert_equal(model.head, Awkward(0).head)
-        result = model.body.load_state_dict(Awkward(3).body.state_dict())
+        model = sharded(Model(0), ["body.0", ""], **kwargs)
+        assert_equal(model.body, Model(0).body)
+        assert_equal(model.head, Model(0).head)
+        result = model.body.load_state_dict(Model(3).body.state_dict())
         assert result.missing_keys == result.unexpected_keys == []
-        assert_equal(model.body, Awkward(3).body)
-        assert_equal(model.embed, Awkward(0).embed)
+        assert_equal(model.body, Model(3).body)
+        assert_equal(model.embed, Model(0).embed)
         with pytest.raises(RuntimeError, match=r"2\.weight"):
-            model.body.load_state_dict({**Awkward(3).body.state_dict(), "2.weight": torch.zeros(6, 5)})
+            model.body.load_state_dict({**Model(3).body.state_dict(), "2.weight": torch.zeros(6, 5)})
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_sharded_model_inside_a_plain_parent():
-    plain = nn.Sequential(Awkward(0), nn.Linear(2, 2))
-    parent = nn.Sequential(FullyShardedDataParallel(Awkward(0)), nn.Linear(2, 2))
+    plain = nn.Sequential(Model(0), nn.Linear(2, 2))
+    parent = nn.Sequential(FullyShardedDataParallel(Model(0)), nn.Linear(2, 2))
     parent[1].load_state_dict(plain[1].state_dict())
     assert_equal(parent, plain)
-    other = nn.Sequential(Awkward(6), nn.Linear(2, 2))
+    other = nn.Sequential(Model(6), nn.Linear(2, 2))
     parent.load_state_dict(other.state_dict())
     assert_equal(parent, other)
 
 
 def test_prefix_and_keep_vars_work_as_in_torch():
-    model, plain = sharded(Awkward(0), ["body", ""]), Awkward(0)
+    model, plain = sharded(Model(0), ["body", ""]), Model(0)
     assert list(model.state_dict(prefix="a.b.")) == list(plain.state_dict(prefix="a.b."))
     kept = model.state_dict(keep_vars=True)
     assert list(kept) == list(plain.state_dict(keep_vars=True))
@@ -102,20 +120,20 @@ def test_prefix_and_keep_vars_work_as_in_torch():
 
 
 def test_what_was_saved_does_not_change_with_the_next_step():
-    model = sharded(Awkward(0), ["body", ""])
+    model = sharded(Model(0), ["body", ""])
     saved = model.state_dict()
     model(TOKENS).sum().backward()
     adam(model.parameters()).step()
-    assert all(torch.equal(saved[name], p) for name, p in Awkward(0).named_parameters())
+    assert all(torch.equal(saved[name], p) for name, p in Model(0).named_parameters())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_what_was_loaded_is_what_computes():
     for reshard in (True, False):
-        model = sharded(Awkward(0), ["body", ""], reshard_after_forward=reshard).eval()
+        model = sharded(Model(0), ["body", ""], reshard_after_forward=reshard).eval()
         model(TOKENS)  # leaves parameters gathered, without resharding
-        model.load_state_dict(Awkward(2).state_dict())
-        assert torch.equal(model(TOKENS), Awkward(2).eval()(TOKENS)), f"old weights, reshard {reshard}"
+        model.load_state_dict(Model(2).state_dict())
+        assert torch.equal(model(TOKENS), Model(2).eval()(TOKENS)), f"old weights, reshard {reshard}"
 
 
 def test_assign_is_refused():
@@ -134,14 +152,14 @@ def test_a_half_precision_checkpoint_loads_into_fp32_shards():
 # Where it goes, and how much is full at a time on the way there.
 
 
-@pytest.mark.ranks(3)
+@pytest.mark.ranks(3, in_turn=True)
 def test_a_state_dict_goes_where_it_was_asked_to_be():
     """In a world of three, whose ranks 1 and 2 share the model."""
 
     group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
         return
-    plain, first = Awkward(0), dist.get_rank() == 1
+    plain, first = Model(0), dist.get_rank() == 1
     form = {"state_dict_on_rank_0_only": True, "state_dict_device": "meta"}
     for kwargs in ({}, {"flatten_parameters": True}):
         model = sharded(plain, ["body.0", "embed"], group, **kwargs)

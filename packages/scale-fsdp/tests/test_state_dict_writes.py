@@ -64,7 +64,7 @@ CHANGES = [average_by_operators, average_by_copies, average_by_lists, load_what_
 OPTIONS = [{}, {"flatten_parameters": True}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}]
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, in_turn=True)
 @torch.no_grad()
 def test_averages_and_partial_loads_are_those_of_plain_pytorch():
     world = dist.get_world_size()
@@ -76,7 +76,7 @@ def test_averages_and_partial_loads_are_those_of_plain_pytorch():
             assert_equal(average, plain, f"{change.__name__}, {way}, {options}")
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(4, in_turn=True)
 def test_converted_and_twice_divided_parameters_are_written_to():
     """Copies on a device that was asked for, buffers that the policy has cast, and layers of another axis."""
     plain = Model(1).double()
@@ -102,7 +102,7 @@ def refused(text: str) -> Any:
     return pytest.raises(RuntimeError, match=re.escape(text))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_old_values_are_neither_used_nor_written_back():
     """The forward after a write computes with what was written, and what can't be written raises."""
     plain = Model(1).eval()
@@ -129,7 +129,7 @@ def test_old_values_are_neither_used_nor_written_back():
         state["embed.weight"].zero_()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_inside_summon_the_state_is_that_of_the_parameters():
     for options in OPTIONS:
         plain, model = Model(1), sharded(Model(1), WAYS["units"], **options)
@@ -151,7 +151,7 @@ def test_inside_summon_the_state_is_that_of_the_parameters():
         assert_equal(model, plain)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_copies_do_not_write_to_the_model():
     """What is asked for as a copy does not write, and a copy on one rank alone can't."""
     plain, model = Model(1), sharded(Model(1), WAYS["units"])
@@ -169,7 +169,7 @@ def test_copies_do_not_write_to_the_model():
     assert_equal(copy.deepcopy(model), plain if dist.get_rank() == 0 else {})
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_checkpoint_of_torch_loads_into_the_state_in_place(tmp_path: Path):
     """`torch.distributed.checkpoint` writes to the tensors that it is given."""
     folder = str(tmp_path)
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_torch_loads_into_the_state_in_place(tmp_path: Path):
     assert_equal(model, Model(2))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_files_and_copies_of_a_state_are_plain(tmp_path: Path) -> None:
     plain, model = Model(1), sharded(Model(1), WAYS["units"])
     path = tmp_path / f"{dist.get_rank()}.pt"

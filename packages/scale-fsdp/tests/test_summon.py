@@ -26,7 +26,7 @@ def init(module: nn.Module) -> None:
         nn.init.normal_(module.weight)
 
 
-@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.ranks(1, 2, 3, in_turn=True)
 def test_weights_initialized_by_apply_are_the_plain_ones():
     for case in CASES:
         torch.manual_seed(1)
@@ -44,7 +44,7 @@ def test_weights_initialized_by_apply_are_the_plain_ones():
         assert not (case.precision == "fp32" and not torch.equal(model(x), plain(x)))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_function_that_fails_leaves_its_unit_as_it_was():
     model = shard(Case().build(), Case())
     before = model.state_dict()
@@ -63,7 +63,7 @@ def test_a_function_that_fails_leaves_its_unit_as_it_was():
     model(torch.arange(5).view(1, 5)).sum().backward()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_tied_parameter_is_whole_in_all_its_places():
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -86,7 +86,7 @@ def test_a_tied_parameter_is_whole_in_all_its_places():
     assert torch.equal(model.state_dict()["embed.weight"], torch.full((7, 3), 5.0))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_flat_parameter_is_not_listed_beside_the_whole_ones():
     """Inside, the module lists what the plain one does; afterwards the optimizer's flat parameter is where it was."""
     plain = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))

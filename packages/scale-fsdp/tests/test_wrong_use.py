@@ -123,7 +123,7 @@ def test_gradient_hooks_on_shards_fail_the_next_forward():
         model(noise(2, 3)).sum().backward()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_gradients_taken_inside_a_forward_are_refused():
     class Differentiated(nn.Module):
         """Takes a gradient inside of its forward, as energies' forces are taken."""
@@ -177,7 +177,7 @@ def test_second_order_gradients_are_refused_and_training_goes_on():
 
 
 @pytest.mark.fault(77)
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, in_turn=True)
 def test_a_second_backward_adds_the_same_gradient():
     model = sharded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["0", "1", ""])
     loss = model(noise(2, 3)).square().sum()
@@ -187,7 +187,7 @@ def test_a_second_backward_adds_the_same_gradient():
     assert all(torch.equal(p.grad, 2 * grad) for p, grad in zip(model.parameters(), once, strict=True))
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_rank_outside_of_the_group_is_told_so():
     group = dist.new_group([0])
     if dist.get_rank() == 1:
@@ -195,7 +195,7 @@ def test_a_rank_outside_of_the_group_is_told_so():
             fully_shard(nn.Linear(2, 2), group)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_dtensors_over_the_same_ranks_are_refused():
     """The user's own parallelize_module has made DTensors of one layer's parameters."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -211,7 +211,7 @@ def test_dtensors_over_the_same_ranks_are_refused():
     assert all(param.grad is not None for param in model.parameters())
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_gradient_penalty_through_a_unit_is_refused():
     model = sharded(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2)), ["0", ""])
     inputs = noise(2, 2).requires_grad_()
@@ -241,7 +241,7 @@ def test_parameters_lent_for_a_call_are_refused(flatten):
     assert torch.equal(model.state_dict()["0.weight"], plain[0].weight)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, in_turn=True)
 def test_a_forward_that_writes_to_its_parameters_is_refused():
     """The change would be lost with the gathered copy: every rank would train other weights than the plain model."""
 
