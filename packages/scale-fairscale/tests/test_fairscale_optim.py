@@ -18,8 +18,10 @@ from fairscale.nn.data_parallel import ShardedDataParallel
 from fairscale.optim import OSS, Adam, AdaScale, AdaScaleWrapper, GradScaler, Precision
 from fairscale.optim.grad_scaler import OptState, ShardedGradScaler
 from fairscale.optim.layerwise_gradient_scaler import LayerwiseGradientScaler
+from scale_core.errors import DivergenceError
 from scale_core.sharded_tensor.replicated_parameter import unreduced_grad
 from scale_core.sharded_tensor.tensor import local_tensor
+from scale_oss import OSSOptions
 
 
 @pytest.fixture(autouse=True)
@@ -320,6 +322,38 @@ def test_layers_may_have_scales_of_their_own() -> None:
         LayerwiseGradientScaler(scaled, {}, growth_factor=1.0)
     with pytest.raises(ValueError, match="no layer 'other'"):
         LayerwiseGradientScaler(scaled, {"other": 2.0})
+
+
+@pytest.mark.ranks(2)
+def test_the_first_step_makes_other_parameters_equal() -> None:
+    """As in FairScale each part comes from the rank that updates it; later, and under the wrapper, it is an error."""
+    rank = dist.get_rank()
+    module = model()
+    with torch.no_grad():
+        module[0].weight.fill_(1.0 + rank)  # the first rank's part
+        module[2].weight.fill_(3.0 + rank)  # the second rank's part
+    optimizer = OSS(module.parameters(), torch.optim.SGD, lr=0.5, options=OSSOptions(check_replicas_every=1))
+    (bucket,) = optimizer.buckets
+    numel_by_rank = [[span.stop - span.start for span in spans] for spans in bucket.partition.spans_by_rank]
+    assert numel_by_rank == [[16, 0, 0, 0], [0, 4, 8, 2]]
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.warns(FairScaleWarning, match="ranks begin with different parameters"):
+        optimizer.step()
+    assert (module[0].weight == 0.5).all()
+    assert (module[2].weight == 3.5).all()
+    with torch.no_grad():
+        module[0].weight.fill_(1.0 + rank)
+    with pytest.raises(DivergenceError, match="step 2"):
+        optimizer.step()
+    other = model()
+    optimizer = OSS(other.parameters(), torch.optim.SGD, lr=0.5)
+    wrapped = ShardedDataParallel(other, optimizer)
+    with torch.no_grad():
+        other[0].weight.fill_(1.0 + rank)
+    wrapped(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(DivergenceError, match="step 1"):
+        optimizer.step()
 
 
 class Residual(nn.Module):

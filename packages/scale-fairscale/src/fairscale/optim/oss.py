@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 import scale_oss
 from fairscale._warnings import warn_argument, warn_once
 from fairscale.internal.process_group import unwrap_process_group
+from scale_core.errors import DivergenceError
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_oss.buckets.bucket import Bucket, part_of_gradient
 from scale_oss.buckets.state_placement import StatePlacement
@@ -138,7 +139,8 @@ class OSS(scale_oss.OSS):
         """Updates this rank's part of the parameters, and gives all ranks all parts.
 
         As in FairScale, gradients of a `ShardedDataParallel` that no pass outside of `no_sync()` has reduced are
-        stepped on unchanged: each part by the gradients of the rank that updates it. It warns of that once.
+        stepped on unchanged: each part by the gradients of the rank that updates it. It warns of that once. Without
+        that wrapper, ranks may also begin with different parameters: the first step makes them equal, with a warning.
 
         Args:
             closure: As for `scale_oss.OSS`.
@@ -173,6 +175,19 @@ class OSS(scale_oss.OSS):
         if self.gets_reduced_gradients:  # Another rank may have some where this one has none.
             for bucket in self.buckets:
                 bucket.needs_gather = bucket.needs_gather or any(param.requires_grad for param in bucket.params)
+
+    def _check_replicas(self, number: int) -> None:
+        try:
+            super()._check_replicas(number)
+        except DivergenceError:  # On all ranks.
+            if number > 1 or self.gets_reduced_gradients:
+                raise
+            warn_once(
+                "OSS.step()",
+                "ranks begin with different parameters, and the first step makes them equal: each rank updates its "
+                "part of its own parameters, and all ranks take that; call torch.manual_seed(seed) before the model is "
+                "built, or load a checkpoint on all ranks",
+            )
 
     def _unreduced(self) -> list[tuple[Bucket, int]]:
         """Where gradients are in `param.grad` that a `ShardedDataParallel` has not reduced: buckets and indices."""
