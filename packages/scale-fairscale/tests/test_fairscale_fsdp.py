@@ -124,6 +124,20 @@ def test_buffers_take_the_compute_dtype_and_are_saved_in_theirs() -> None:
     assert FullyShardedDataParallel(Shifted().half(), compute_dtype=torch.float16).module.shift.dtype == torch.float16
 
 
+@pytest.mark.ranks(2)
+def test_a_write_to_a_state_dict_does_not_change_the_model() -> None:
+    """State dicts have plain tensors, also of buffers that were cast and of a module around the wrapper."""
+    torch.manual_seed(0)
+    model = FullyShardedDataParallel(Shifted(), mixed_precision=True)
+    for state in (model.state_dict(), nn.Sequential(model).state_dict()):
+        assert {type(value) for value in state.values()} == {Tensor}
+        before = {name: value.clone() for name, value in state.items()}
+        for value in state.values():
+            value.zero_()
+        for value, old in zip(model.state_dict().values(), before.values(), strict=True):
+            assert torch.equal(value, old)
+
+
 def test_a_module_is_wrapped_anew_as_it_was() -> None:
     module = plain_model()
     first = FullyShardedDataParallel(module)

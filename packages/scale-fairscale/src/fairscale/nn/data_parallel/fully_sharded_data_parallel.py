@@ -24,6 +24,7 @@ from fairscale.nn.data_parallel.fsdp_optim_utils import by_name, by_number, shar
 from fairscale.nn.data_parallel.initial_weights import InitialWeights, compare_weights, digests_of_params
 from fairscale.nn.data_parallel.param_metadata import param_metadata
 from scale_core.records import Record
+from scale_core.state.gathered_tensor import plain_tensor
 from scale_core.state.torch_state_dict import SHARDS
 from scale_fsdp.runtime.unit import units_in
 from scale_fsdp.state_dict.local import shard_metadata
@@ -162,6 +163,12 @@ class FullyShardedDataParallel(WrapperAttributes):
         self.sharded_module.reshard()
 
     # Methods whose errors or results were others.
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the full state dict. As in FairScale, a write to its parameters does not change the model."""
+        state = super().state_dict(*args, **kwargs)
+        state.update({name: plain_tensor(value) for name, value in state.items() if isinstance(value, Tensor)})
+        return state
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips by the norm over all ranks; on the outermost wrapper.
