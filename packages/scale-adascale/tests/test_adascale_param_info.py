@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 from scale_adascale.measurement.norm_reduction import key_of
 from scale_adascale.measurement.param_info import (
@@ -115,6 +115,19 @@ NOBODY = group(0)
 )
 def test_each_element_counts_once(param, data, model, expected):
     assert norm_weights(param, param, data, model) == expected
+
+
+def test_second_moments_of_a_piece_count_beside_full_gradients():
+    """As of OSS under DistributedDataParallel: gradients are on all ranks, and Adam's state of a piece on one."""
+    param, half = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(2))
+    set_shard(half, Shard("up.weight", (8,), 0, 2, (Axis(WORLD, Placement.SHARD),)))
+    optimizer = Adam([param])
+    optimizer.state[half] = {"exp_avg_sq": torch.tensor([1.0, 3.0]), "step": torch.tensor(1.0)}
+    optimizer.grad_holders = lambda: [(param, half)]
+    info = param_info_of(optimizer, WORLD, NOBODY)
+    assert info.holders[0] is param and info.is_shared == [True]
+    # This rank's summand of the mean over all eight elements, without the bias of the first step.
+    assert info.moments.local_means().tolist() == [pytest.approx((1.0 + 3.0) / 8 / (1 - 0.999))]
 
 
 def test_what_says_nothing_of_a_split_is_alike_there():

@@ -22,6 +22,7 @@ from scale_adascale.squared_norms import NormAccumulator, inner_product, part_of
 from scale_core.comm.group import Group
 from scale_core.hooks.gradients import gradient_hooks, has_local_grad_hooks
 from scale_core.hooks.microbatch_grads import MicrobatchStep, StepSignature, register_pipeline
+from scale_core.hooks.source_grads import mark_averaged, with_source_grads
 
 
 def test_nobody_is_told_of_gradients_once_an_adascale_is_gone() -> None:
@@ -338,6 +339,18 @@ def test_others_later_hooks_are_refused_until_it_listens_again() -> None:
     ears.check_hooks()
     (one * other).backward()
     assert (0, [20.0]) in ears.heard
+
+
+def test_gradients_by_source_rank_are_measured_not_their_sum() -> None:
+    """As of an expert, of which autograd shows the sum over the ranks whose tokens it has computed."""
+    ears, (one, other) = Ears(), two()
+    mark_averaged(one, Group(0, 2, None, "fake", (0, 1)))
+    ears.register_hooks([one, other])
+    outputs = [with_source_grads(one, one, source) * factor for source, factor in ((0, 3.0), (1, 4.0))]
+    ((outputs[0] + outputs[1]) * other).backward()
+    assert one.grad is not None and one.grad.tolist() == [2 * 7.0]
+    assert ears.heard == [(1, [7.0])]
+    assert ears._of_pass[CPU].squares().tolist() == [6.0**2 + 8.0**2, 0.0]
 
 
 @pytest.mark.parametrize("how", ["stopped", "gone"])

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from scale_adascale import AdaScale, AdaScaleOptions
+from scale_adascale.measurement.norm_reduction import NormReducer
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Axis, Placement, Shard, on_local_tensors
 from scale_core.sharded_tensor.tensor import set_shard
@@ -71,6 +72,18 @@ def test_under_ddp_the_gain_is_that_of_all_local_gradients():
     ddp("sgd", 2, False, always=True)
     ddp("sgd", 2, True)
     ddp("adam", 2, False)
+
+
+def test_the_parts_of_long_gradients_sum_up_to_their_squares():
+    """Each of three ranks reads a third of the long gradient, and one rank the short one."""
+    params = [nn.Parameter(torch.zeros(numel, dtype=torch.float64)) for numel in (2**17 + 5, 7)]
+    for param in params:
+        param.grad = torch.linspace(-1.0, 1.0, param.numel(), dtype=torch.float64)
+    groups = [Group(rank, 3, None, "fake", (0, 1, 2)) for rank in range(3)]
+    reducers = [NormReducer(SGD(params, lr=0.1), group, Group(), preconditioned=False) for group in groups]
+    squares = torch.stack([reducer._total_squares() for reducer in reducers]).sum(0)
+    expected = torch.stack([param.grad.square().sum() for param in params])
+    torch.testing.assert_close(squares, expected, rtol=1e-12, atol=0.0)
 
 
 class Split(nn.Module):

@@ -163,8 +163,9 @@ class NormReducer:
     def _groups_of_sum(self) -> list[Group]:
         """The groups over which vectors are added up, one after the other."""
         groups = [group for group in (self._data, self.model) if group.size > 1]
-        everyone = group_of() if len(groups) > 1 else Group()
-        return [everyone] if everyone.size > 1 and everyone.size == self._data.size * self.model.size else groups
+        if len(groups) > 1 and (everyone := group_of()).size == self._data.size * self.model.size:
+            return [everyone]
+        return groups
 
     def _by_group(self, squares: Tensor, weights: Tensor) -> Tensor:
         """Sums weighted squares [k] by parameter group, [number of groups]."""
