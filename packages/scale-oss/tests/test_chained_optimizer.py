@@ -109,6 +109,19 @@ def test_it_trains_as_plain_optimizers_beside_ddp(way: str) -> None:
         assert_equal(mine, theirs, f"{way}, {wrapper}")
 
 
+@pytest.mark.ranks(2)
+def test_wait_waits_for_the_parameters_of_both() -> None:
+    model = Net()
+    optimizer = split(model)
+    wrapped = ShardedDataParallel(model, optimizer.optimizers)
+    wrapped(batch(0, group_of().rank)).square().mean().backward()
+    optimizer.step()
+    gathering = [[bucket.is_gathering for bucket in each.buckets] for each in optimizer.optimizers]
+    assert all(map(any, gathering)), gathering
+    optimizer.wait()
+    assert not any(bucket.is_gathering for each in optimizer.optimizers for bucket in each.buckets)
+
+
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_those_that_can_not_be_sharded_are_refused_by_name(name: str) -> None:
     cls = getattr(torch.optim, name)

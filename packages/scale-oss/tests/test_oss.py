@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -81,6 +82,12 @@ def test_a_joint_optimizer_refuses_shards_and_meta_tensors() -> None:
         OSS([("weight", shard)], Distance, options=OSSOptions(together=True))
     with pytest.raises(ValueError, match=r"'weight' is on the meta device.*model\.to_empty"):
         OSS(nn.Linear(2, 2, device="meta").named_parameters(), torch.optim.Adam)
+
+
+def test_the_first_rank_logs_how_parameters_are_divided(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="scale_oss"):
+        OSS(layers().parameters(), torch.optim.Adam)
+    assert "OSS of Adam: 4 parameters over 1 ranks in 1 buckets of " in caplog.text
 
 
 def test_a_group_that_is_refused_leaves_nothing_behind() -> None:
