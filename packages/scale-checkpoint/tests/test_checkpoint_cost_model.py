@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from scale_checkpoint.planner.block_benchmark import BlockCost, BlockMemory
-from scale_checkpoint.planner.cost_model import _fit_to_step, pool_seconds
-from scale_checkpoint.planner.timeline import StrategyCost
+from scale_checkpoint.planner.cost_model import _backward_starts, _boundary_tensors, _fit_to_step, pool_seconds
+from scale_checkpoint.planner.timeline import BoundaryTensor, StrategyCost
+from scale_checkpoint.planner.trace import StepTrace, TracedPass, Visit
 
 BLOCK = {"keep": 2.0, "recompute": 3.0}
 
@@ -46,3 +48,26 @@ def test_blocks_of_equal_memory_have_their_least_time() -> None:
     small, large = (BlockMemory(kept, 0, 0, 0, (), (), ()) for kept in (1, 2))
     tried = [{"keep": BlockCost(trial, seconds, 0)} for trial, seconds in ((small, 3.0), (large, 1.0), (small, 2.0))]
     assert [each["keep"].seconds for each in pool_seconds(tried)] == [2.0, 1.0, 2.0]
+
+
+def visit(
+    backward: tuple[int, int] | None = None, inputs: tuple[int, ...] = (), outputs: tuple[int, ...] = ()
+) -> Visit:
+    """A visit whose forward ends at 100 bytes; its backward starts and ends at those that are given."""
+    forward = TracedPass(start_bytes=0, peak_bytes=0, end_bytes=100)
+    traced = None if backward is None else TracedPass(backward[0], backward[0], backward[1])
+    return Visit("block" if outputs else "", 0, forward, traced, inputs=list(inputs), outputs=list(outputs))
+
+
+def test_a_tensor_between_blocks_lives_to_its_last_reader() -> None:
+    """A block reads its inputs; what it returns is read by the code behind it, if by no later block."""
+    trace = StepTrace(torch.device("cpu"))
+    trace.visits = [visit(), visit(inputs=(1,), outputs=(2,)), visit(), visit(inputs=(2,), outputs=(3,)), visit()]
+    trace.producer, trace.sizes = {1: 0, 2: 1, 3: 3}, {1: 10, 2: 20, 3: 30}
+    indices, tensors = _boundary_tensors(trace)
+    found = {number: tensors[index] for number, index in indices.items()}
+    assert found == {1: BoundaryTensor(10, 0, 1), 2: BoundaryTensor(20, 1, 3), 3: BoundaryTensor(30, 3, 4)}
+
+
+def test_a_visit_without_backward_starts_where_the_next_ended() -> None:
+    assert _backward_starts([visit((5, 2)), visit(), visit((9, 7)), visit()]) == [5, 7, 9, 100]

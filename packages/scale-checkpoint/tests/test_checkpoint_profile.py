@@ -1,6 +1,7 @@
 """Profiles of models that are not a plain row of blocks, beside what is measured."""
 
 import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from scale_checkpoint import apply_plan, plan_memory
+from scale_checkpoint.planner import block_benchmark
 from scale_checkpoint.planner.plan import MemoryPlan
 from scale_checkpoint.planner.profile import profile_memory
 from scale_checkpoint.planner.step import measure_step
@@ -102,6 +104,18 @@ def test_equal_blocks_have_equal_times() -> None:
     profile = profile_memory(model, batch, repeats=1)
     blocks = [segment for segment in profile.segments if segment.is_block]
     assert len({tuple(strategy.seconds for strategy in segment.costs.values()) for segment in blocks}) == 1
+
+
+def test_only_the_first_of_equal_blocks_is_timed_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def recorded(runs: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+        seen.append(repeats)
+        return dict.fromkeys(runs, 1.0)
+
+    monkeypatch.setattr(block_benchmark, "least_seconds", recorded)
+    profile = profile_memory(*build("transformer"), repeats=3)
+    assert seen == [3] + [1] * (len(profile.blocks) - 1) and len(seen) > 1
 
 
 def test_live_bytes_are_what_the_allocator_gives_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,6 +30,24 @@ def test_what_stays_where_it_is() -> None:
     }
     assert {name for name, tensor in stays.items() if send(tensor) is not None} == set()
     assert send(large) is not None
+
+
+class Counted(nn.Linear):
+    """Counts how often it is asked for its parameters."""
+
+    num_calls = 0
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        self.num_calls += 1
+        return super().parameters(recurse)
+
+
+def test_parameters_are_looked_up_once_for_all_saved_tensors() -> None:
+    layer = Counted(64, 64)
+    sender = Sender([layer], "host", 1000)
+    for tensor in (torch.randn(64, 64), layer.weight, torch.randn(64, 64)):
+        assert (sender.send(tensor) is None) == (tensor is layer.weight)
+    assert layer.num_calls == 1
 
 
 def test_the_context_frees_the_device_and_changes_nothing() -> None:

@@ -91,6 +91,20 @@ def test_the_backward_fetches_one_ahead_in_reverse_order() -> None:
     assert place.events == ["back 6", "back 5", "back 4"]
 
 
+def test_only_a_view_whose_storage_others_need_is_copied() -> None:
+    """Of memory that nobody else gets: the last view takes what was fetched, the others a copy."""
+    store, base = Store(HostMemory()), torch.arange(6.0)
+    packed = [store.pack(base[:3]), store.pack(base[3:])]
+    first = packed[0].unpack(alone=True)
+    first.fill_(7.0)
+    assert packed[1].unpack(alone=True).tolist() == [3.0, 4.0, 5.0]
+    last = store.pack(torch.ones(4))
+    last.fetch()
+    assert last._storage._fetched is not None
+    fetched = last._storage._fetched[0].data_ptr()
+    assert last.unpack(alone=True).data_ptr() == fetched
+
+
 class Underway:
     """The event of a copy that takes a while."""
 

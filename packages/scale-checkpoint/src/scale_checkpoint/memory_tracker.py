@@ -177,7 +177,7 @@ class LayerMemoryTracker:
             cells = [name, passes[0].kind]
             for is_forward in (True, False):
                 selected = [trace for trace in passes if trace.is_forward == is_forward]
-                cells.append(_signed(sum(trace.memory_diff for trace in selected)))
+                cells.append(format_bytes(sum(trace.memory_diff for trace in selected)))
                 cells.append(format_bytes(max((trace.peak_bytes for trace in selected), default=0)))
             rows.append(cells)
         return table(("module", "class", "forward", "peak", "backward", "peak"), rows)
@@ -232,10 +232,6 @@ def _layer_traces(trace: StepTrace, kinds: dict[str, str]) -> list[LayerTrace]:
         if len(set(sizes)) > 1:  # Between two of its children a module often does nothing.
             traces.append(LayerTrace(visit.name, kinds.get(visit.name, ""), not is_backward, *sizes))
     return traces
-
-
-def _signed(num_bytes: int) -> str:
-    return f"-{format_bytes(-num_bytes)}" if num_bytes < 0 else format_bytes(num_bytes)
 
 
 @dataclass(frozen=True)

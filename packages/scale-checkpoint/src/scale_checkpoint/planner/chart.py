@@ -15,8 +15,8 @@ MAX_BARS = 48
 def format_bytes(num_bytes: float) -> str:
     """Returns a size as people read it.
 
-    >>> [format_bytes(size) for size in (0, 1023, 1536, 5 * 2**30)]
-    ['0 B', '1023 B', '1.50 KiB', '5.00 GiB']
+    >>> [format_bytes(size) for size in (0, 1023, -1536, 5 * 2**30)]
+    ['0 B', '1023 B', '-1.50 KiB', '5.00 GiB']
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024 or unit == "GiB":
