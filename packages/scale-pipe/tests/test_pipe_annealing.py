@@ -104,6 +104,13 @@ def test_a_shift_of_several_is_as_long_as_it_may_be(monkeypatch: pytest.MonkeyPa
     assert distances == [1, longest, -longest] and longest > 1
 
 
+def test_a_move_that_would_change_nothing_is_not_proposed() -> None:
+    """Micro-batches of one stage are in their order: two of them that are swapped are renumbered."""
+    problem, order, swap = problem_of(6), list(range(10)), annealing.SHARE_OF_SEVERAL
+    assert annealing._propose_move(problem, order, 0, Given(0.0, swap, 0.0)) is None
+    assert annealing._propose_move(problem, order, 4, Given(0.0, swap, 0.0)) == (4, [5, 4])
+
+
 def test_codes_and_actions_are_the_same_orders() -> None:
     problem = problem_of(4)
     orders = sequential_orders(problem)

@@ -139,6 +139,14 @@ def test_cuts_are_moved_where_the_simulated_step_becomes_shorter() -> None:
     every = [[a, b, 9 - a - b] for a in range(1, 8) for b in range(1, 9 - a)]
     assert makespan_of(found) == pytest.approx(min(map(makespan_of, every)))
     assert best_balance(times, 3, makespan, max_balances=1) == [3, 3, 3]
+    tried: list[Costs] = []
+
+    def counted(costs: Costs) -> float:
+        tried.append(costs)
+        return makespan(costs)
+
+    best_balance(times, 3, counted, max_balances=4)
+    assert len(tried) == 4
 
 
 def test_the_step_is_balanced_for_schedules_by_name() -> None:

@@ -147,7 +147,7 @@ def layer(*commands: Any, stashes: tuple[str, ...] = (), pops: tuple[str, ...] =
     [
         (layer(stash("x", None)), RuntimeError, "'x' has not been declared as stashable by Layer"),
         (layer(pop("x")), RuntimeError, "'x' has not been declared as poppable by Layer"),
-        (layer(pop("x"), pops=("x",)), RuntimeError, "'x' has not been stashed when Layer pops it"),
+        (layer(pop("x"), pops=("x",)), RuntimeError, "'x' has not been stashed when Layer pops it: let a layer before"),
         (layer(stashes=("x", "y")), RuntimeError, "'x', 'y' must be stashed but have not"),
         (layer(stash("x", None), pop("x"), stashes=("x",), pops=("x", "z")), RuntimeError, "'z' must be popped but"),
         (layer("x"), TypeError, "'x' is not a command"),

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
 from scale_core.compat import gradient_edge
@@ -280,6 +281,31 @@ def test_a_transformer_layer_is_cut_at_each_of_its_parameters() -> None:
     assert sorted(leaves + [id(leaf) for leaf in cut.vectors]) == sorted(map(id, layer.parameters()))
     vectors = [*layer.norm1.parameters(), *layer.norm2.parameters(), layer.self_attn.in_proj_bias]  # Added by itself.
     assert sorted(map(id, cut.vectors)) == sorted(map(id, vectors))
+
+
+class CountedNode:
+    """A node of a graph, and how often it was looked behind."""
+
+    def __init__(self, *next_nodes: "CountedNode") -> None:
+        self.num_visits = 0
+        self._next_nodes = next_nodes
+
+    @property
+    def next_functions(self) -> tuple[tuple["CountedNode", int], ...]:
+        self.num_visits += 1
+        return tuple((node, 0) for node in self._next_nodes)
+
+    def name(self) -> str:
+        return "CountedNode"
+
+
+def test_a_node_on_many_paths_is_visited_once() -> None:
+    """Residual connections double the number of paths with each layer."""
+    nodes = [CountedNode()]
+    for _ in range(3):
+        nodes.append(CountedNode(nodes[-1], CountedNode(nodes[-1])))
+    cut = split_backward._cut([GradientEdge(nodes[-1], 0)], [])  # type: ignore[arg-type]
+    assert cut is not None and [node.num_visits for node in nodes] == [1] * 4
 
 
 def test_hooks_of_parameters_are_called_once_in_the_second_half() -> None:
