@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from scale_core import compat
-from scale_core.comm.group import group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.errors import TransferError
 from scale_core.testing.async_gloo import BACKEND
-from scale_tp import parallelize
+from scale_tp import failed_pass, parallelize
 from scale_tp.conversion import model_hooks
 
 LIMIT_SECONDS = 3600  # Longer than a test may last: who waits for it fails the test.
@@ -107,6 +108,31 @@ def test_a_failing_rank_aborts_a_communicator_ordered_by_calls(let_fail: Callabl
     assert "no answer within" not in str(caught.value)
     with pytest.raises(TransferError, match="the communicator was aborted"):
         model(x)
+
+
+class Store:
+    """A store in which nothing is set."""
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("gone", ["process group", "store"])
+def test_the_watch_for_an_abort_ends_with_what_it_watches(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = [Store()]
+    monkeypatch.setattr(failed_pass, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(failed_pass, "next_unique_id", lambda *_: 0)
+    monkeypatch.setattr(compat, "default_store", lambda: stores[0] if stores else None)
+    before = set(threading.enumerate())
+    group = Group(0, 2, cast(Any, Store()), "nccl", (0, 1))
+    failed_pass.CommunicatorAbort(group)
+    (watch,) = set(threading.enumerate()) - before
+    if gone == "store":
+        stores.clear()
+    else:
+        del group
+    watch.join(30)
+    assert not watch.is_alive()
 
 
 class Backend:

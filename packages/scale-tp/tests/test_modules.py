@@ -56,19 +56,35 @@ def test_both_kinds_compute_what_they_are() -> None:
     torch.testing.assert_close(linear(x, transposed.weight, None, transposed=True), x @ transposed.weight)
 
 
-def _rows(split_input: bool) -> nn.Linear:
+def _rows(split_input: bool, *, reduce_output: bool = True, group: Group = TWO) -> nn.Linear:
     rows = nn.Linear(5, 3)
     facts: dict[str, Any] = {
         "split_input": split_input,
-        "reduce_output": True,
+        "reduce_output": reduce_output,
         "sequence_parallel": False,
         "region_rng": None,
     }
     placement = ParamSharding((3, 5), 1, Split.even(5, 2))
-    part = local_parameter(rows.weight, placement, TWO)
-    swap_class(rows, RowParallelMixin, TWO, {"weight": placement}, path="blocks.0.down", split=placement.split, **facts)
+    part = local_parameter(rows.weight, placement, group)
+    swap_class(
+        rows, RowParallelMixin, group, {"weight": placement}, path="blocks.0.down", split=placement.split, **facts
+    )
     rows.weight = part
     return rows
+
+
+def test_one_of_the_summands_of_the_ranks_brings_the_bias() -> None:
+    """The sum of both is the full layer's output; on each rank the bias has the full gradient."""
+    summands = []
+    for rank, features in enumerate((slice(0, 3), slice(3, 5))):
+        rows = _rows(False, reduce_output=False, group=Group(rank, 2, None, "fake", (0, 1)))
+        with torch.no_grad():
+            rows.weight.fill_(2.0)
+            rows.bias.copy_(torch.tensor([10.0, 20.0, 30.0]))
+        summands.append(rows(torch.ones(4, 5)[:, features]))
+        summands[-1].sum().backward()
+        assert rows.bias.grad is not None and rows.bias.grad.tolist() == [4.0] * 3
+    assert (summands[0] + summands[1]).tolist() == [[20.0, 30.0, 40.0]] * 4
 
 
 def test_an_input_that_is_cut_in_another_way_is_refused() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
+from scale_tp.conversion import sequence_region
 from scale_tp.conversion.sequence_region import SequenceRegion, find_sequence_region, install_sequence_region
 from scale_tp.conversion.styles import Style, resolve_styles
 
@@ -134,6 +135,15 @@ def test_without_dropout_the_random_state_is_not_touched() -> None:
     with pytest.raises(RuntimeError, match="was entered at its first block"):
         model(torch.zeros(1, 4, 2))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_of_several_results_of_the_last_block_one_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, as of blocks that return a cache, too."""
+    monkeypatch.setattr(sequence_region, "gather_sequence", lambda part, *_, **__: torch.cat([part, part], 1))
+    state = sequence_region._RegionState("blocks", sequence_region.RegionRNG(Group()))
+    gather, part = sequence_region._GatherOutput(Group(), state), torch.ones(1, 2, 3)
+    full, cache = gather(nn.Identity(), (), (part, "cache"))
+    assert full.shape == gather(nn.Identity(), (), part).shape == (1, 4, 3) and cache == "cache"
 
 
 def test_a_block_called_in_another_way_is_refused_with_a_fix() -> None:

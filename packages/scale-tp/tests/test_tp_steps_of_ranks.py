@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
-from scale_core import ScaleDistributedError
+from scale_core import Group, ScaleDistributedError
 from scale_tp import ColumnParallelLinear, RowParallelLinear, initialize_model_parallel, parallelize
+from scale_tp.conversion import model_hooks
 
 Act = Callable[[int, nn.Module, Optimizer], object]
 
@@ -27,6 +28,18 @@ Act = Callable[[int, nn.Module, Optimizer], object]
 def _compares_replicas_in_each_step(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if "by_hand" in request.node.name:
         monkeypatch.setenv("SCALE_CHECK_REPLICAS_EVERY", "1")
+
+
+def test_steps_are_compared_in_first_forwards_and_each_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(model_hooks, "compare_optimizer_steps", lambda *given: calls.append(given))
+    model, check = nn.Linear(2, 2), model_hooks.OptimizerStepCheck(Group())
+    compared: list[int] = []
+    for number in range(1, 22):
+        calls.clear()
+        check(model, ())
+        compared += [number] * len(calls)
+    assert compared == [1, 2, 3, 4, 10, 20]
 
 
 def parallelized() -> nn.Sequential:
