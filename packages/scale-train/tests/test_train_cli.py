@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scale_train import cli
 from scale_train.cli import main, parse
 from scale_train.configuration.resolve import MAX_RANKS_PER_CORE
 
@@ -77,6 +78,12 @@ def test_an_unknown_option_is_code_2_and_help_is_code_0(capsys):
     assert main(["lm", "--parallel", "sharded"]) == 2
     assert main(["lm", "--help"]) == 0
     assert "--checkpoint-activations" in capsys.readouterr().out
+
+
+def test_a_command_of_its_own_looks_for_no_others(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "installed_commands", lambda: pytest.fail("entry points were read"))
+    assert main(["lm", "--help"]) == 0
+    assert "--steps" in capsys.readouterr().out
 
 
 def test_options_have_the_names_of_the_manual():

@@ -5,12 +5,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import full_shape, shard_of
+from scale_fsdp import CPUOffloadPolicy
 from scale_oss import ShardedDataParallel
 from scale_train.model.config import ModelConfig
 from scale_train.model.gpt import GPT
 from scale_train.options import OptimizerOptions, ParallelOptions
 from scale_train.training.parallel.engine import make_engine
-from scale_train.training.parallel.parallelize_gpt import parallel_dims
+from scale_train.training.parallel.parallelize_gpt import parallel_dims, sharding_of
 
 CPU = torch.device("cpu")
 
@@ -30,6 +31,12 @@ def test_a_world_of_one_needs_no_torch_distributed(parallel):
     squares = sum(float(param.grad.square().sum()) for param in engine.params_with_gradients())
     assert squares**0.5 == pytest.approx(1e-3, rel=1e-3)
     assert engine.model is engine.raw_model or isinstance(engine.model, ShardedDataParallel)
+
+
+def test_weights_are_offloaded_where_cpu_offload_asks_for_it():
+    for offloads in (False, True):
+        how = sharding_of(ParallelOptions(parallel="fsdp", cpu_offload=offloads))
+        assert isinstance(how["offload_policy"], CPUOffloadPolicy) == offloads
 
 
 @pytest.mark.ranks(2)

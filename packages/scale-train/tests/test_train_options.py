@@ -145,6 +145,17 @@ def test_the_defaults_make_a_training():
     check_options(CPU, 2)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"experts": 8, "tensor_parallel": 2},
+        {"experts": 8, "parallel": "pipe", "stages": 2, "expert_parallel": 2, "data_parallel": "ddp"},
+    ],
+)
+def test_experts_without_adascale_may_be_divided_in_these_ways(changes: dict[str, Any]) -> None:
+    check_options(changed(CPU, **changes), 4)
+
+
 def test_a_size_by_name_can_be_changed_number_by_number():
     config = model_config(Options(model=ModelOptions(size="gpt3-125m", layers=3, untied_embeddings=True)))
     assert (config.layers, config.width, config.heads, config.tied) == (3, 768, 12, False)

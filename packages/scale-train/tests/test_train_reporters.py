@@ -46,6 +46,12 @@ def test_a_plain_line_holds_step_loss_speed_peak_and_time_left(capsys):
     assert capsys.readouterr().out == "step 10/400  loss 1.250  12,346 tokens/s  peak 450 MB/rank  1:23 left\n"
 
 
+@pytest.mark.parametrize(("high", "told"), [(None, "inf"), (110.4, "110")])
+def test_a_plain_line_holds_the_interval_of_the_critical_batch(capsys, high, told):
+    PlainReporter().step(replace(record(), critical_batch=80, noise_scale_low=50.2, noise_scale_high=high))
+    assert f"  critical batch 80 (50 to {told})  " in capsys.readouterr().out
+
+
 def test_every_json_line_is_one_object_with_an_event(capsys):
     reporter = JsonReporter()
     reporter.note("hello")
