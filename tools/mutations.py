@@ -376,8 +376,10 @@ class Copy:
         files = sorted((package / "tests").rglob(tests))
         texts = {str(path.relative_to(self.folder)): path.read_text(encoding="utf-8") for path in files}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--collect-only", *texts]
-        listed = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True).stdout
-        found = [line for line in listed.splitlines() if "::" in line]
+        collected = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
+        if collected.returncode:  # Changes that only these tests notice would pass for survivors.
+            raise RuntimeError(f"tests of {package.name} could not be collected:\n{collected.stdout[-3000:]}")
+        found = [line for line in collected.stdout.splitlines() if "::" in line]
         reached = []
         for each in chosen:
             body = ast.parse((self.folder / each.path).read_text(encoding="utf-8")).body
