@@ -14,7 +14,7 @@ from program_folder import TEXT, enter_program_folder
 from scale_core.comm.group import group_of
 from scale_core.testing import faults, run_ranks
 from scale_train.cli import main, parse
-from scale_train.errors import InputError
+from scale_train.errors import InputError, Interrupted, RanksLost, TrainingDiverged
 from scale_train.launch.launcher import _PIPE_CHARACTERS, RankExit, _check_environment, _exit_of, is_under_torchrun
 from scale_train.options import Options, ParallelOptions
 from scale_train.training.reports.reporters import read_metrics
@@ -179,6 +179,15 @@ def test_ranks_that_somebody_else_started_are_joined(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(InputError, match="--ranks 2: torchrun started 4 ranks"):
         _check_environment(Options(parallel=ParallelOptions(ranks=2)))
+
+
+@pytest.mark.parametrize(
+    ("code", "diverged", "error"),
+    [(2, False, InputError), (130, False, Interrupted), (1, True, TrainingDiverged), (1, False, RanksLost)],
+)
+def test_train_raises_the_error_that_the_code_of_a_rank_means(code, diverged, error):
+    raised = RankExit(code, "scale-train: no disk", diverged=diverged).to_error()
+    assert type(raised) is error and "no disk" in str(raised) and raised.exit_code == code
 
 
 def test_rank_0_says_what_all_find_and_one_what_it_finds_alone():

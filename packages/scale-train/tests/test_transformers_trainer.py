@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import (
 
 from scale_core.testing import ranks as testing
 from scale_core.testing import run_ranks
+from scale_train.huggingface import trainer as sharded_trainer
 from scale_train.huggingface.trainer import ScaleTrainer, ScaleTrainerMixin
 
 testing._PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.trainer", "accelerate"]
@@ -382,3 +384,16 @@ def test_a_transformers_that_saves_on_one_rank_only_is_refused(monkeypatch: pyte
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "5.22.0")
     with pytest.raises(ImportError, match=r"transformers>=5\.23 is required.*found transformers==5\.22\.0(?s:.)*pip"):
         importlib.reload(module)
+
+
+def test_an_earlier_snapshot_is_gone_before_any_rank_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait for the first one, which removes it."""
+    earlier, events = tmp_path / "scale", []
+    earlier.mkdir()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: events.append(("barrier", earlier.exists())))
+    monkeypatch.setattr(sharded_trainer.scale_snapshot, "save", lambda *_: events.append(("save", earlier.exists())))
+    trainer: Any = SimpleNamespace(is_world_process_zero=lambda: True, state=SimpleNamespace(global_step=3))
+    trainer._objects = dict
+    ScaleTrainerMixin._save_optimizer_and_scheduler(trainer, str(tmp_path))
+    assert events == [("barrier", False), ("save", False)]
