@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from scale_tp.conversion.styles import STYLES, UNSUPPORTED_STYLES, Plan, Style, check_model_plan, resolve_styles
+from scale_tp.conversion.styles import (
+    _OF_TORCH,
+    STYLES,
+    UNSUPPORTED_STYLES,
+    Plan,
+    Style,
+    check_model_plan,
+    resolve_styles,
+)
 
 NAMES = [
     "",
@@ -104,6 +112,19 @@ def test_a_style_that_can_not_be_is_refused(fields: dict[str, Any], error: type[
 def test_a_style_is_a_style_or_a_name() -> None:
     with pytest.raises(TypeError, match=r"'norm': expected a style or the name of one, got int"):
         resolve_styles({"norm": 3}, NAMES)  # type: ignore[dict-item]
+
+
+def test_torch_s_styles_say_what_to_write() -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, style
+
+    for value, instead in (
+        (ColwiseParallel(output_layouts=Replicate()), "'colwise_gather_output' for output_layouts"),
+        (PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()), "leave it out"),
+    ):
+        with pytest.raises(TypeError, match=rf"'norm': .* got {type(value).__name__}, because .* {instead}"):
+            resolve_styles({"norm": value}, NAMES)  # type: ignore[dict-item]
+    assert set(_OF_TORCH) >= {name for name in style.__all__ if name != "ParallelStyle"}
 
 
 def test_two_keys_may_agree() -> None:

@@ -100,6 +100,18 @@ UNSUPPORTED_STYLES: Mapping[str, str] = MappingProxyType(
 )
 """Styles of transformers that are not supported, and why."""
 
+_OF_TORCH = {
+    "ColwiseParallel": "write 'colwise', or 'colwise_gather_output' for output_layouts=Replicate(); for an embedding "
+    "'embedding_colwise'",
+    "RowwiseParallel": "write 'rowwise', or 'rowwise_split_input' for input_layouts=Replicate(); for an embedding "
+    "'embedding_rowwise'. For output_layouts=Shard(1) pass sequence_parallel=True to parallelize",
+    "SequenceParallel": "write 'sequence_parallel', and pass sequence_parallel=True to parallelize",
+    "PrepareModuleInput": "leave it out. With sequence_parallel=True, layers gather their inputs themselves",
+    "PrepareModuleOutput": "leave it out. With sequence_parallel=True, layers divide their outputs themselves",
+    "PrepareModuleInputOutput": "leave it out. With sequence_parallel=True, layers gather and divide by themselves",
+}
+"""Styles of torch's `parallelize_module`, and what to write instead."""
+
 _UNSUPPORTED_WITH_SIBLINGS = ("mla_kv_a_proj",)  # Siblings divide its output.
 
 Plan: TypeAlias = Mapping[str, "str | Style"]
@@ -183,7 +195,9 @@ def _style_of(key: str, value: object) -> Style:
     if isinstance(value, Style):
         return value
     if not isinstance(value, str):
-        raise TypeError(f"the plan's {key!r}: expected a style or the name of one, got {type(value).__name__}")
+        kind = type(value).__name__
+        hint = f", because layers take and give plain tensors here: {_OF_TORCH[kind]}" if kind in _OF_TORCH else ""
+        raise TypeError(f"the plan's {key!r}: expected a style or the name of one, got {kind}{hint}")
     if value in UNSUPPORTED_STYLES:
         raise ValueError(
             f"the plan's {key!r}: the style {value!r} is not supported ({UNSUPPORTED_STYLES[value]}): leave it out of "
