@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 import scale_snapshot
 from scale_check.exact import assert_equal
+from scale_core.errors import ShardedTensorError
 from scale_fsdp import full_optim_state_dict, fully_shard, shard_optim_state_dict
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 16, 8, 2, 6
@@ -262,6 +263,31 @@ def test_one_norm_is_of_shards_and_dtensors_together() -> None:
     assert torch.allclose(mine.grad, plain[0].grad), "the shard's gradient"
     for param, whole in ((beside, plain[1]), (split, plain[2])):
         assert torch.allclose(param.grad.full_tensor(), whole.grad), f"the gradient in {param.grad.placements}"
+
+
+@pytest.mark.ranks(4)
+def test_device_mesh_and_placements_are_the_user_s() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(layers, mesh["dp"])
+    expected = [(Shard(0), Shard(0)), (Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(0), Replicate())]
+    assert [param.placements for param in layers.parameters()] == expected
+    assert all(param.device_mesh == mesh for param in layers.parameters())
+    layer = fully_shard(nn.Linear(4, 4), mesh["dp"])
+    assert (layer.weight.device_mesh, layer.weight.placements) == (mesh["dp"], (Shard(0),))
+
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer = fully_shard(nn.Linear(4, 4), hybrid)
+    layer(torch.ones(1, 4)).sum().backward()
+    for tensor in (layer.weight, layer.weight.grad):
+        assert (tensor.device_mesh, tensor.placements) == (hybrid, (Replicate(), Shard(0)))
+
+    column = nn.Linear(4, 8, bias=False)
+    parallelize_module(column, mesh["tp"], ColwiseParallel())
+    fully_shard(column, mesh["dp"].get_group())
+    with pytest.raises(ShardedTensorError, match="not dimensions of one DeviceMesh"):
+        _ = column.weight.device_mesh
 
 
 @pytest.mark.ranks(2)

@@ -283,11 +283,16 @@ def ranks_of_mesh(mesh: DeviceMesh) -> tuple[int, ...]:
 
 def spans_world(mesh: DeviceMesh) -> bool:
     """Whether a mesh, or the one that it is a part of, has all ranks; one of `DeviceMesh.from_group` may not."""
+    return root_mesh(mesh).size() == dist.get_world_size()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is a part of; itself where it is no part."""
     if hasattr(mesh, "_get_root_mesh"):
         root: DeviceMesh = mesh._get_root_mesh()
     else:  # torch 2.8
         root = cast(Any, dist.device_mesh)._mesh_resources.get_root_mesh(mesh)
-    return root.size() == dist.get_world_size()
+    return root
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:

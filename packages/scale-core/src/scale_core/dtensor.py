@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
-from scale_core.comm.group import Group, group_of
+from scale_core.comm.group import Group, group_of, mesh_dim_group
 from scale_core.parameters import copy_attributes
 from scale_core.shard import Axis, Placement, Shard
 
@@ -71,7 +71,7 @@ class DTensorSpec:
         ranges = [((0, size),) for size in self.shape]
         first_copy = True
         for number, placement in enumerate(self.placements):
-            group = group_of(self.mesh.get_group(number))
+            group = mesh_dim_group(self.mesh, number)
             if placement.is_replicate():
                 axes.append(Axis(group, Placement.REPLICATE))
                 first_copy = first_copy and group.rank == 0

@@ -6,8 +6,8 @@ A world of one needs neither an initialized `torch.distributed` nor a special ca
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +32,13 @@ GroupLike: TypeAlias = "Group | ParallelDims | dist.ProcessGroup | DeviceMesh | 
 _SINGLE_RANK_STATE = GroupState()  # shared by all groups without a process group
 
 
+class MeshDim(NamedTuple):
+    """A dimension of a `DeviceMesh`."""
+
+    mesh: DeviceMesh
+    number: int
+
+
 @dataclass(frozen=True)
 class Group:
     """The ranks of a process group, as one of them sees them.
@@ -43,6 +50,7 @@ class Group:
         backend: The transport: "gloo", "nccl", "fake" (one process plays one of many ranks), or "none".
         ranks: The global rank of each member, in group order.
         state: This process's record of the process group.
+        mesh_dim: The dimension of the user's mesh that it is of; None where it does not come from one.
 
     Examples:
         >>> from scale_core import Group, group_of
@@ -60,6 +68,7 @@ class Group:
     backend: str = "none"
     ranks: tuple[int, ...] = (0,)
     state: GroupState = field(default=_SINGLE_RANK_STATE, repr=False, compare=False)
+    mesh_dim: MeshDim | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.size} ({self.backend})"
@@ -115,7 +124,7 @@ def group_of(process_group: GroupLike = None, *axes: str) -> Group:
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise num_dims_error(process_group)
-        return _from_torch(process_group.get_group())
+        return mesh_dim_group(process_group, 0)
     if isinstance(process_group, dist.ProcessGroup):
         return _from_torch(process_group)
     if callable(getattr(process_group, "rank", None)) and callable(getattr(process_group, "size", None)):
@@ -130,6 +139,11 @@ def group_of(process_group: GroupLike = None, *axes: str) -> Group:
         f"expected a ProcessGroup, a DeviceMesh, a ParallelDims or None, got {type(process_group).__name__}: "
         "pass the result of torch.distributed.new_group(), or nothing for the default group"
     )
+
+
+def mesh_dim_group(mesh: DeviceMesh, number: int) -> Group:
+    """Returns this rank's group along one dimension of a mesh."""
+    return replace(_from_torch(mesh.get_group(number)), mesh_dim=MeshDim(mesh, number))
 
 
 def num_dims_error(mesh: DeviceMesh, two: tuple[str, ...] = (), alone: str = "") -> ValueError:

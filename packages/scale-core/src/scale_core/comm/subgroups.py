@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
 from scale_core.comm.collectives import exchange
-from scale_core.comm.group import Group, GroupLike, group_of, num_dims_error
+from scale_core.comm.group import Group, GroupLike, group_of, mesh_dim_group, num_dims_error
 from scale_core.comm.mesh import ParallelDims
 
 
@@ -64,7 +64,7 @@ def two_axes_of(mesh: GroupLike, names: tuple[str, str], alone: str, axes: tuple
         return TwoAxes(group, Group(), group) if alone == names[0] else TwoAxes(Group(), group, group)
     if mesh.ndim != 2:
         raise num_dims_error(mesh, names, alone)
-    first, second = (group_of(mesh.get_group(dim)) for dim in (0, 1))
+    first, second = (mesh_dim_group(mesh, dim) for dim in (0, 1))
     return TwoAxes(first, second, mesh_group(mesh))
 
 

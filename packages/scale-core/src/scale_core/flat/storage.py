@@ -141,7 +141,7 @@ class FlatStorage(ABC):
         mark_without_autograd_hooks(self.sharded_params)
         axes: tuple[Axis, ...] = (Axis(self.group, Placement.SHARD),)
         if self.groups.replicas.size > 1:
-            axes += (Axis(self.groups.replicas, Placement.REPLICATE),)
+            axes = (Axis(self.groups.replicas, Placement.REPLICATE), *axes)
         if self.flatten:
             divided = [name for name, within in zip(names, self._outer_shards, strict=True) if within is not None]
             if divided:

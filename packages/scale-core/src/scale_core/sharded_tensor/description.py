@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from scale_core import compat
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import Placement, Shard
 
@@ -26,23 +27,37 @@ def placements(shard: Shard) -> tuple[Any, ...]:
         all_indices = [((0, size),) for size in shard.shape]
         return next((dim for dim, indices in enumerate(shard.ranges) if indices != all_indices[dim]), 0)
 
-    first_axis = shard.gathered
+    is_of_unit = shard.gathered  # A unit cuts along dimension 0; its axes are the first ones.
     result: list[Any] = []
-    for number, axis in enumerate(shard.axes):
+    for axis in shard.axes:
         if axis.placement is not Placement.SHARD:
             result.append(Replicate())
         else:
-            result.append(ShardDim(0 if first_axis and number == 0 else dim_of(shard)))
+            result.append(ShardDim(0 if is_of_unit else dim_of(shard)))
+            is_of_unit = False
     return tuple(result)
 
 
 def device_mesh(shard: Shard) -> DeviceMesh:
-    """A mesh of the ranks that share it."""
-    groups: list[Any] = [axis.group.process_group for axis in shard.axes]
-    device = "cuda" if any(axis.group.backend == "nccl" for axis in shard.axes) else "cpu"
+    """A mesh of the ranks that share it: for each axis one dimension of the user's mesh, in torch's order."""
+    groups = [axis.group for axis in shard.axes]
+    dims = [group.mesh_dim for group in groups if group.mesh_dim is not None]
+    if len(dims) == len(groups):
+        mesh = dims[0].mesh
+        if dims == [(mesh, number) for number in range(mesh.ndim)]:
+            return mesh
+        root = compat.root_mesh(mesh)
+        names = tuple(name for dim in dims for name in (dim.mesh.mesh_dim_names or ())[dim.number : dim.number + 1])
+        if len(set(names)) == len(dims) and all(compat.root_mesh(dim.mesh) is root for dim in dims):
+            part: DeviceMesh = root[names]
+            return part
     if len(groups) == 1:
-        return DeviceMesh.from_group(groups[0], device)
+        device = "cuda" if groups[0].backend == "nccl" else "cpu"
+        process_group: Any = groups[0].process_group
+        return DeviceMesh.from_group(process_group, device)
     raise ShardedTensorError(
-        f"device_mesh of {shard.title}: the tensor has {len(groups)} axes of ranks. Use the mesh that you have passed "
-        "to fully_shard"
+        f"device_mesh of {shard.title}: {len(groups)} axes of ranks share the tensor, and they are not dimensions of "
+        "one DeviceMesh. Use the process groups that you have passed, or pass parts of one mesh: "
+        'mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), then mesh["dp"] to fully_shard and '
+        'mesh["tp"] to the layers'
     )

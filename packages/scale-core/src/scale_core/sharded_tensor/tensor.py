@@ -68,7 +68,7 @@ class ShardedTensor(Tensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that share it. Raises ShardedTensorError if it has several axes."""
+        """The mesh of the ranks that share it. Raises ShardedTensorError if its axes are not of one mesh."""
         return description.device_mesh(_record(self))
 
     def __copy__(self) -> Any:
