@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from state_cases import TOKENS, Awkward, Layout
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from scale_check.exact import assert_equal
-from scale_fsdp import FullyShardedDataParallel, fully_shard
-from scale_fsdp.state_dict.loading import load_full_state_dict
+from scale_fsdp import FullyShardedDataParallel, ShardOptions, fully_shard
 
 CHANGES = {
     'Missing key(s) in state_dict: "body.2.weight".': lambda state: state.pop("body.2.weight"),
@@ -93,9 +93,38 @@ def test_what_one_rank_alone_has_saved_is_no_full_state() -> None:
         model.load_state_dict(model.local_state_dict())
 
 
-def test_assign_is_refused_before_anything_is_looked_at() -> None:
-    def never(*_: Any) -> Tensor:
-        raise AssertionError
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_state_of_dtensors_is_loaded_as_full_tensors(flat: bool) -> None:
+    """As programs for FSDP2 make it; an odd number of rows, of which ranks hold other parts than DTensors have."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    with pytest.raises(ValueError, match="assign=True"):
-        load_full_state_dict(fully_shard(nn.Linear(2, 2)), never, {}, True, True)
+    mesh = init_device_mesh("cpu", (2,))
+    for rows in (3, 4):
+        options = ShardOptions(flatten_parameters=flat)
+        model = fully_shard(nn.Sequential(nn.Linear(2, rows), nn.BatchNorm1d(rows)), options=options)
+        expected = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+        state = dict(expected)
+        for name in [name for name in state if "weight" in name or "bias" in name]:
+            placement = Shard(0) if "weight" in name else Replicate()
+            state[name] = nn.Parameter(distribute_tensor(state[name], mesh, [placement]))
+        params = list(model.parameters())
+        for assign in (False, True):
+            model.load_state_dict({name: torch.zeros_like(value) for name, value in expected.items()})
+            model.load_state_dict(state, assign=assign)
+            assert_equal(dict(model.state_dict()), expected)
+            assert model.state_dict()["0.weight"].full_tensor().sum() == 4 * rows
+        assert all(param is old for param, old in zip(model.parameters(), params, strict=True)), "shards were replaced"
+        model(torch.ones(2, 2)).sum().backward()
+
+
+def test_values_of_another_dtype_are_not_assigned() -> None:
+    model = nn.Sequential(fully_shard(nn.Linear(2, 2)))
+    state = {name: value.double() for name, value in nn.Sequential(nn.Linear(2, 2)).state_dict().items()}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    inner = {name.removeprefix("0."): value for name, value in state.items()}
+    for module, values in ((model, state), (model[0], inner)):
+        with pytest.raises(RuntimeError, match=r"dtype mismatch for .*weight: the model.s is torch.float32"):
+            module.load_state_dict(values, assign=True)
+    assert_equal(dict(model.state_dict()), before)
+    model.load_state_dict(state)

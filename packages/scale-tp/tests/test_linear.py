@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from with_options import with_options
 
+from scale_check.exact import assert_equal
 from scale_core.comm.group import Group, group_of
 from scale_core.shard import Placement, shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
@@ -322,6 +323,18 @@ def test_a_whole_state_dict_is_loaded_by_parts() -> None:
     assert torch.equal(model[0].weight.to_local(), plain.weight[4:])
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         model.load_state_dict({**whole, "0.weight": torch.zeros(6, 5)})
+
+
+@pytest.mark.ranks(2)
+def test_a_state_of_dtensors_is_loaded_by_parts() -> None:
+    """The ranks of a DTensor gather it together, also where each takes other rows of it."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    plain, mesh = plain_layer(5, 7, True, torch.float32), init_device_mesh("cpu", (2,))
+    layer = ColumnParallelLinear(5, 7, process_group=mesh)
+    state = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in plain.state_dict().items()}
+    layer.load_state_dict(state)
+    assert_equal(dict(layer.state_dict()), dict(plain.state_dict()))
 
 
 def test_autocast_reaches_the_layer() -> None:

@@ -27,6 +27,14 @@ def is_dtensor(tensor: object) -> bool:
     return package is not None and isinstance(tensor, package.DTensor)
 
 
+def full_value(tensor: Tensor) -> Tensor:
+    """Returns the full tensor of a DTensor, which all ranks of its mesh gather together; another tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    dtensor: Any = tensor.detach()
+    return compat.waited(dtensor.full_tensor())
+
+
 @dataclass(frozen=True)
 class DTensorSpec:
     """How a DTensor is made around this rank's local tensor.

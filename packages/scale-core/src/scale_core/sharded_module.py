@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from scale_core.comm.group import Group
+from scale_core.dtensor import full_value
 from scale_core.errors import ScaleDistributedError
 from scale_core.optim.step_hooks import watch_optimizers
 from scale_core.shard import Shard, on_local_tensors, shard_of, unit_shard_of, wait_for
@@ -103,7 +104,7 @@ class ShardedModule(nn.Module):
         refused = []
         for name, sharding in self.shardings.items():
             value = state_dict.get(prefix + name)
-            value = plain_tensor(value) if isinstance(value, Tensor) else value
+            value = full_value(plain_tensor(value)) if isinstance(value, Tensor) else value
             local = sharding.local_shape(self.group.rank)
             saved_tensor = _local_tensor(value) if isinstance(value, Tensor) else None
             if saved_tensor is not None:

@@ -313,10 +313,13 @@ class FSDPModule(ConversionMethods):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads full tensors, as the plain module's state dict has them; each rank takes its elements, nothing is sent.
 
+        DTensors are taken as well, and gathered by all ranks together. With `assign`, values of the parameters' dtype
+        are copied to the shards, which stay where they are.
+
         Raises:
             RuntimeError: Names or shapes are not the module's, or the parameters are in use; nothing has been loaded
                 then.
-            ValueError: `assign` is set, which would replace the shards, or the state belongs to only one rank.
+            ValueError: The state belongs to one rank alone.
         """
         return load_full_state_dict(self, super().load_state_dict, state_dict, strict, assign)
 

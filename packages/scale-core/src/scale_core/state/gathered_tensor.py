@@ -160,6 +160,10 @@ class GatheredTensor(Tensor):
                     tensor.source.write(was_current=id(tensor) in current)
             return _with_aliases(result, tensors) if tensors else result
 
+    def full_tensor(self) -> Tensor:
+        """Returns a plain tensor over the same memory, as programs for FSDP2 ask for; nothing is sent."""
+        return plain_tensor(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(plain_tensor(self), memo)
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from scale_core.consistency.execution_order import unit_title
+from scale_core.dtensor import full_value
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import elements_of, on_local_tensors, shard_of, wait_for
 from scale_core.sharded_tensor.tensor import mark_sharded
@@ -32,20 +33,19 @@ def load_full_state_dict(
     module: nn.Module, plain: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
     """Loads full tensors by `plain`, the `load_state_dict` of `nn.Module`; raises before anything is written."""
-    check_no_assign(assign)
     check_loadable(module, "load_state_dict")
     if LOCAL_METADATA in getattr(state_dict, "_metadata", {}).get("", {}):
         raise ValueError(
             "load_state_dict: expected full tensors, got what local_state_dict() gives of one rank alone: call "
             "load_local_state_dict(state_dict), or consolidate_local_state_dicts(states) of all ranks before"
         )
-    if problems := _mismatches(module, state_dict, strict):
+    if problems := _mismatches(module, state_dict, strict, assign):
         lines = "".join(f"\n\t{problem}" for problem in problems)
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}, of which nothing was loaded:{lines}"
         )
     wait_for(*module.parameters())
-    return plain(state_dict, strict)
+    return plain(state_dict, strict, assign)
 
 
 @contextmanager
@@ -79,8 +79,11 @@ def shard_pre_hook(
     `unit` is given for a module inside a unit, which may be loaded by itself.
     """
     own_unit = unit_of(module)
+    assign = local_metadata.get("assign_to_params_buffers", False)
     if unit is not None:
         slots = [(prefix + slot.attribute, slot) for slot in unit.slots if slot.module is module]
+        if slots:
+            local_metadata["assign_to_params_buffers"] = False  # torch would put the values in the place of the shards.
         named = [
             (name, slot)
             for name, slot in slots
@@ -92,21 +95,27 @@ def shard_pre_hook(
         unit = own_unit
         assert unit is not None
         named = param_names(module, unit, prefix)
-    check_no_assign(local_metadata.get("assign_to_params_buffers", False))
+        local_metadata["assign_to_params_buffers"] = False
     check_loadable(unit.module, "load_state_dict")
     for buffer in dict.fromkeys([*unit.buffers, *(slot.buffer for _, slot in named)]):
         buffer.release()
     if unit.loads_local:
         return
     for name, slot in named:
-        _replace_by_shard(state_dict, name, slot, missing_keys, error_msgs)
+        _replace_by_shard(state_dict, name, slot, missing_keys, error_msgs, assign=assign)
     for number, buffer in enumerate(unit.buffers if unit is own_unit and unit.module is module else ()):
         if buffer.flatten:
             state_dict[prefix + flat_param_name(number)] = buffer.sharded_params[0]  # loaded already
 
 
 def _replace_by_shard(
-    state_dict: dict[str, Any], name: str, slot: ParamSlot, missing_keys: list[str], error_msgs: list[str]
+    state_dict: dict[str, Any],
+    name: str,
+    slot: ParamSlot,
+    missing_keys: list[str],
+    error_msgs: list[str],
+    *,
+    assign: bool,
 ) -> None:
     """Puts this rank's elements of one parameter in the place of its full tensor; a flat one is loaded at once."""
     buffer, number = slot.buffer, slot.number
@@ -118,9 +127,11 @@ def _replace_by_shard(
         if buffer.flatten:
             missing_keys.append(name)
         return
-    problem = _shape_error(name, full, slot)
+    problem = _shape_error(name, full, slot) or (_dtype_error(name, full, slot) if assign else "")
     if problem:
         error_msgs.append(problem)
+    else:
+        full = full_value(full)
     if buffer.flatten:
         del state_dict[name]
         if not problem:
@@ -154,15 +165,7 @@ def check_loadable(module: nn.Module, what: str) -> None:
             )
 
 
-def check_no_assign(assign: bool) -> None:
-    """Raises ValueError for `assign=True`."""
-    if assign:
-        raise ValueError(
-            "load_state_dict(assign=True) would replace the local shards: call load_state_dict(state_dict)"
-        )
-
-
-def _mismatches(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> list[str]:
+def _mismatches(module: nn.Module, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> list[str]:
     """The mismatches, in torch's words; nothing where a module may change the state before it loads it."""
     if not all(_loads_as_given(child) for child in module.modules()):
         return []
@@ -179,7 +182,7 @@ def _mismatches(module: nn.Module, state_dict: Mapping[str, Any], strict: bool) 
             problems.append(f"Unexpected key(s) in state_dict: {_quoted(unexpected)}.")
     targets: dict[str, ParamSlot | Tensor] = {**named, **persistent_buffers(module)}
     problems += [
-        _shape_error(name, state_dict[name], target)
+        _shape_error(name, state_dict[name], target) or (_dtype_error(name, state_dict[name], target) if assign else "")
         for name, target in targets.items()
         if name in state_dict and not _is_own(named.get(name), state_dict[name])
     ]
@@ -213,6 +216,17 @@ def _shape_error(name: str, value: Any, target: ParamSlot | Tensor) -> str:
     if tuple(value.shape) == shape or (shard is not None and tuple(value.shape) == shard.shape):
         return ""  # The second is the shape of all that the layer divides along another axis.
     return f"size mismatch for {name}: expected the full shape {shape}, got {tuple(value.shape)}"
+
+
+def _dtype_error(name: str, value: Tensor, target: ParamSlot | Tensor) -> str:
+    """The mistake in a value that is to be assigned; "" if a copy of it has the same result."""
+    dtype = target.dtype if isinstance(target, Tensor) else target.buffer.shard.dtype
+    if value.dtype == dtype:
+        return ""
+    return (
+        f"dtype mismatch for {name}: the model's is {dtype}, and assign=True would make it {value.dtype}. Convert "
+        "the model before, model.to(dtype), or leave assign out, so that the values are converted"
+    )
 
 
 def _quoted(names: list[str]) -> str:
