@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -528,12 +529,18 @@ def test_fsdp2_s_methods_are_there_or_say_what_to_do() -> None:
         model.set_reshard_after_forward(2)
 
 
-@pytest.mark.ranks(2)
-def test_a_reduction_without_replicas_is_refused_by_name() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = fully_shard(nn.Linear(2, 2), mesh=mesh)
-    with pytest.raises(ValueError, match=r"(?s)(?=.*set_requires_gradient_sync\(False\)).*over the shards alone"):
-        model.set_requires_all_reduce(False)
+@pytest.mark.ranks(4)
+def test_micro_batches_without_all_reduce_add_up_to_the_average() -> None:
+    """FSDP2's gradients after the last micro-batch; of whole numbers, whose sums are exact in any order."""
+    model = fully_shard(nn.Linear(2, 4), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    for number in range(3):
+        warned = pytest.warns(UserWarning, match=r"write set_requires_gradient_sync\(False\)")
+        with warned if number < 2 else nullcontext():
+            model.set_requires_all_reduce(number == 2)
+        model(torch.full((1, 2), 4.0 * (group_of().rank + number))).sum().backward()
+    average = sum(4.0 * (rank + number) for rank in range(4) for number in range(3)) / 4
+    assert_equal(model.weight.grad.full_tensor(), torch.full((4, 2), average))
+    assert_equal(model.bias.grad.full_tensor(), torch.full((4,), 3.0))
 
 
 def test_a_pass_that_was_cut_off_is_ended_by_hand() -> None:

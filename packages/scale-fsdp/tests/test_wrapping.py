@@ -342,6 +342,9 @@ def test_a_parameter_that_cant_be_cut_is_refused_or_ignored():
     model[0].weight = packed
     with pytest.raises(TypeError, match=r"'0.weight' is a Packed, which can't be cut.*ignored_params="):
         fully_shard_modules(model, class_policy(nn.Linear))
+    Packed.fsdp_pre_all_gather = None  # type: ignore[attr-defined]  # as FSDP2's extensions have
+    with pytest.raises(TypeError, match=r"fsdp_pre_all_gather is not called here: .*communication=CommunicationPolicy"):
+        fully_shard_modules(model, class_policy(nn.Linear))
     assert get_fsdp_instances(model) == [], "nothing was sharded"
     fully_shard_modules(model, class_policy(nn.Linear), ignored_params={packed})
     assert model[0].weight is packed and len(get_fsdp_instances(model)) == 3

@@ -255,16 +255,19 @@ class FSDPModule(ConversionMethods):
         self.set_gradient_divide_factor(factor)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Takes FSDP2's switch where it changes nothing: a backward that reduces does so over all ranks.
+        """Takes FSDP2's switch: each backward that reduces does so over the replicas as well.
 
-        Raises:
-            ValueError: False, with hybrid sharding.
+        The gradients after the last micro-batch are those of FSDP2, whose earlier backwards only reduce over the
+        shards. Call it with False and hybrid sharding, and it warns about the messages that it does not spare.
         """
         units = _units_at(self, "set_requires_all_reduce", recurse)
         if not requires_all_reduce and any(unit.options.mesh_info.replicas.size > 1 for unit in units):
-            raise ValueError(
-                "set_requires_all_reduce(False): a reduction goes over the shards and over the replicas, not over the "
-                "shards alone: write set_requires_gradient_sync(False) for the micro-batches before the last"
+            warnings.warn(
+                "set_requires_all_reduce(False) has no effect here: each backward reduces over the shards and the "
+                "replicas together, and the gradients after the last micro-batch are the same. To send less, write "
+                "set_requires_gradient_sync(False) for the micro-batches before the last",
+                UserWarning,
+                stacklevel=2,
             )
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:

@@ -445,6 +445,12 @@ def check_parameters(own: Sequence[ParamModuleInfo]) -> None:
             raise TypeError(
                 f"'{info.name}' is a {kind.__name__}, which can't be cut into shards: keep it replicated, "
                 "fully_shard(..., ignored_params={...}), or convert the parameter to a plain tensor first"
+                + (
+                    ". Its fsdp_pre_all_gather is not called here: gather plain tensors in low precision by "
+                    "options=ShardOptions(communication=CommunicationPolicy(...))"
+                    if hasattr(kind, "fsdp_pre_all_gather")
+                    else ""
+                )
             )
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
