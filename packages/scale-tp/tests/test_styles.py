@@ -6,7 +6,9 @@ import ast
 from typing import Any
 
 import pytest
+import torch
 
+from scale_tp import parallelize
 from scale_tp.conversion.styles import (
     _OF_TORCH,
     STYLES,
@@ -35,6 +37,9 @@ NAMES = [
         (r"layers\.\d\.attn\.[qo]_proj", [f"layers.{n}.attn.{p}_proj" for n in range(2) for p in "qo"]),
         (r".*\.q_proj", ["layers.0.attn.q_proj", "layers.1.attn.q_proj"]),
         ("", [""]),
+        ("nor?", ["norm"]),
+        ("*orm", ["norm"]),
+        ("layers.?.att*", ["layers.0.attn", "layers.1.attn"]),
     ],
 )
 def test_a_key_is_a_name_or_a_name_with_stars_or_an_expression(key: str, found: list[str]) -> None:
@@ -124,6 +129,8 @@ def test_torch_s_styles_say_what_to_write() -> None:
     ):
         with pytest.raises(TypeError, match=rf"'norm': .* got {type(value).__name__}, because .* {instead}"):
             resolve_styles({"norm": value}, NAMES)  # type: ignore[dict-item]
+        with pytest.raises(TypeError, match=rf"got {type(value).__name__}, because .* {instead}"):
+            parallelize(torch.nn.Linear(2, 2), value)  # type: ignore[arg-type]
     assert set(_OF_TORCH) >= {name for name in style.__all__ if name != "ParallelStyle"}
 
 

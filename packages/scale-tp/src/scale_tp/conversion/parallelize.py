@@ -11,7 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from scale_tp.conversion.modules import (
 )
 from scale_tp.conversion.replica_check import check_first_forward
 from scale_tp.conversion.sequence_region import SequenceRegion, find_sequence_region, install_sequence_region
-from scale_tp.conversion.styles import Plan, Style, check_model_plan, resolve_styles
+from scale_tp.conversion.styles import Plan, Style, check_model_plan, is_style, resolve_styles
 from scale_tp.layers.base import ParamSharding
 from scale_tp.layers.linear_ops import SharedInput
 from scale_tp.layers.module_swap import local_parameter, swap_class
@@ -114,7 +114,7 @@ def parallelize(
     See also: [the guide to existing models](../guides/tensor-parallel.md#existing-models-parallelize).
     """
     refuse_inference_mode("parallelize")
-    plan = {"": plan} if isinstance(plan, str | Style) else plan
+    plan = cast(Plan, {"": plan}) if is_style(plan) else cast(Plan | None, plan)
     validation.check_arguments(model, plan, attention_rules)
     ranks = tensor_parallel_group(process_group)
     check_size("overlap_pieces", 1 if overlap_pieces is None else overlap_pieces, 1)

@@ -6,6 +6,7 @@ The styles are from transformers, whose models carry such plans (`_tp_plan`).
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -133,7 +134,8 @@ def resolve_styles(plan: Plan, names: Iterable[str], *, needs_all: bool = True) 
     """Returns the style of each module that a plan names, in the order of the modules.
 
     A key of a plan is a name; a name in which `*` stands for one part between dots; or a regular expression, which
-    has to match all of a name.
+    has to match all of a name. If it matches none, `*`, `?` and `[...]` in its parts are those of `fnmatch`, as in
+    the plans of torch's `parallelize_module`.
 
     Example:
         >>> list(resolve_styles({"layers.*.up": "colwise"}, ["", "layers", "layers.0", "layers.0.up"]))
@@ -142,7 +144,7 @@ def resolve_styles(plan: Plan, names: Iterable[str], *, needs_all: bool = True) 
     names = list(names)
     style_by_path: dict[str, tuple[str, Style]] = {}
     for key, value in plan.items():
-        matches = [name for name in names if _pattern(key).fullmatch(name)]
+        matches = _matches(key, names)
         if not matches and not needs_all:
             continue
         style = _style_of(key, value)
@@ -191,6 +193,11 @@ def check_model_plan(model: str, plan: Plan, names: Iterable[str]) -> None:
     )
 
 
+def is_style(value: object) -> bool:
+    """Whether it is a style by itself, or one of torch's, which `resolve_styles` refuses with what to write."""
+    return isinstance(value, str | Style) or type(value).__name__ in _OF_TORCH
+
+
 def _style_of(key: str, value: object) -> Style:
     if isinstance(value, Style):
         return value
@@ -216,6 +223,26 @@ def _pattern(key: str) -> re.Pattern[str]:
         return re.compile(key)
     except re.error as error:
         raise ValueError(f"the plan's {key!r} is neither a name nor a regular expression: {error}") from error
+
+
+def _matches(key: str, names: Iterable[str]) -> list[str]:
+    globbed = _glob_matches(key, names)
+    try:
+        return [name for name in names if _pattern(key).fullmatch(name)] or globbed
+    except ValueError:
+        if globbed:
+            return globbed
+        raise
+
+
+def _glob_matches(key: str, names: Iterable[str]) -> list[str]:
+    """The names whose parts between dots a key's parts match, each as `fnmatch` has it."""
+    patterns = key.split(".")
+    return [
+        name
+        for name in names
+        if len(parts := name.split(".")) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+    ]
 
 
 def _near(key: str, names: list[str]) -> str:
