@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 from typing import Any
@@ -58,3 +59,13 @@ def test_hooks_see_full_tensors_once_in_each_step(scheduled: bool) -> None:
             optimizer.zero_grad()
     everywhere.remove()
     assert seen == [*first, *later, *later]
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_of_the_state_lacks_what_comes_later() -> None:
+    model = fully_shard(nn.Linear(2, 4))
+    optimizer = Adam(model.parameters())
+    copies = copy.copy(optimizer.state), optimizer.state.copy()  # type: ignore[attr-defined]  # a dict to torch's types
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert [len(state) for state in (*copies, optimizer.state)] == [0, 0, 2]

@@ -9,6 +9,7 @@ them at the end of the next pass (`Contract.end_checked`), and `step_differences
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import weakref
@@ -249,6 +250,12 @@ class StateOfShards(MutableMapping[Any, Any]):
     def get(self, param: Any, default: Any = None) -> Any:
         """As for any mapping. `by_param` itself would add an entry."""
         return self[param] if param in self.by_param else default
+
+    def copy(self) -> StateOfShards:
+        """As of a dict: entries that come later are not in the copy."""
+        return StateOfShards(copy.copy(self.by_param))
+
+    __copy__ = copy
 
     def __repr__(self) -> str:
         return repr(self.by_param)
