@@ -322,7 +322,7 @@ class FSDPModule(ConversionMethods):
         Raises:
             RuntimeError: Names or shapes are not the module's, or the parameters are in use; nothing has been loaded
                 then.
-            ValueError: The state belongs to one rank alone.
+            ValueError: `assign` is set, which would replace the shards, or the state belongs to only one rank.
         """
         return load_full_state_dict(self, super().load_state_dict, state_dict, strict, assign)
 
