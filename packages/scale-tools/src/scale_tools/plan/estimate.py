@@ -50,8 +50,6 @@ from scale_train.training.parallel.parallelize_gpt import (
     sharding_of,
 )
 
-_DOES_NOT_RUN = (ValueError, TypeError, RuntimeError)  # NotImplementedError is a RuntimeError.
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -62,9 +60,8 @@ class Estimate:
         peak_by_kind: Bytes of the device at its peak, by what they are for.
         host_peak_by_kind: Likewise of the host, where something is kept there.
         bytes_sent: Bytes that the rank sends in a step, by collective.
-        seconds: The time of a step on simulated streams; None where the model does not run there.
-        reserved_bytes: What torch's allocator reserves of the device, more than what tensors take; None for a pipeline
-            and where the model does not run on simulated streams.
+        seconds: The time of a step on simulated streams; None where nothing was run.
+        reserved_bytes: What torch's allocator reserves of the device, more than what tensors take; None for a pipeline.
         at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
             nothing more was looked at.
         problem: Why the model can't be trained so; "" where it can.
@@ -139,12 +136,8 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         _two_steps(step, simulation)
         host = _host_peak(simulation.on("cpu")) if strategy.has_host_memory else {}
         peak_by_kind, bytes_sent = simulation.peak_by_kind, simulation.bytes_sent
-    found = Estimate(strategy, peak_by_kind, host, bytes_sent)
-    try:
-        seconds, reserved_bytes = step_on_streams(planned, strategy, options)
-    except _DOES_NOT_RUN:  # For example, an operator has no kernel on the simulated device.
-        return found
-    return replace(found, seconds=seconds, reserved_bytes=reserved_bytes)
+    seconds, reserved_bytes = step_on_streams(planned, strategy, options)
+    return Estimate(strategy, peak_by_kind, host, bytes_sent, seconds, reserved_bytes)
 
 
 class StreamedStep(NamedTuple):
@@ -268,11 +261,7 @@ def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanO
     estimates = [_estimate_stages(planned, strategy, options, rank) for rank in ranks]
     fullest = max(estimates, key=lambda estimate: estimate.peak_bytes)
     sent = max((estimate.bytes_sent for estimate in estimates), key=lambda sent: sum(sent.values()))
-    found = replace(fullest, bytes_sent=sent)
-    try:
-        return replace(found, seconds=pipeline_seconds(planned, strategy, options))
-    except _DOES_NOT_RUN:
-        return found
+    return replace(fullest, bytes_sent=sent, seconds=pipeline_seconds(planned, strategy, options))
 
 
 def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:
