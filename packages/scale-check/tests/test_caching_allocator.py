@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+from bisect import insort
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from scale_check.simulate import simulate
+from scale_check.simulate import caching_allocator, simulate
 from scale_check.simulate.caching_allocator import Block, CachingAllocator
 
 MIB = 2**20
@@ -105,6 +107,31 @@ def test_blocks_in_use_never_overlap() -> None:
         allocator.free(block)
     allocator.empty_cache()
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
+
+
+def test_a_block_freed_in_the_middle_of_an_allocation_is_free_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a garbage collection ends a storage while its neighbor is cut."""
+    allocator = CachingAllocator()
+    ended = [allocator.allocate(4 * MIB)]
+
+    def collecting(free: list[Any], entry: Any) -> None:
+        if ended:
+            allocator.free(ended.pop())
+        insort(free, entry)
+
+    monkeypatch.setattr(caching_allocator, "insort", collecting)
+    second = allocator.allocate(4 * MIB)
+    assert (second.address, allocator.allocated_bytes) == (4 * MIB, 4 * MIB)
+    assert allocator.allocate(4 * MIB).address == 0
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+@pytest.mark.simulation
+def test_a_storage_of_a_new_size_is_copied_before_its_old_memory_is_free() -> None:
+    with simulate(device="sim") as simulation:
+        tensor = torch.empty(30 * MIB, dtype=torch.uint8, device="sim")
+        tensor.untyped_storage().resize_(20 * MIB)
+        assert (simulation.current_bytes, simulation.reserved_bytes) == (20 * MIB, 50 * MIB)
 
 
 @pytest.mark.simulation

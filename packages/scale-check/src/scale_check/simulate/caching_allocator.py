@@ -66,9 +66,37 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = 0
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
         self._next_address = 0
+        self._is_changing = False
+        self._to_free: list[Block] = []
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Block:
         """A block of at least so many bytes, for a stream."""
+        self._is_changing = True
+        block = self._allocate(num_bytes, stream)
+        self._is_changing = False
+        self._free_waiting()
+        return block
+
+    def free(self, block: Block) -> None:
+        """Gives a block back to its stream.
+
+        A garbage collection may end a storage in the middle of an allocation. Then its block is free after that.
+        """
+        assert block.in_use
+        self._to_free.append(block)
+        self._free_waiting()
+
+    def empty_cache(self) -> None:
+        """Gives the device all segments of which no block is in use, as `torch.cuda.empty_cache` does."""
+        self._is_changing = True
+        for free in self._free.values():
+            for entry in [entry for entry in free if entry[2].previous is None and entry[2].following is None]:
+                free.remove(entry)
+                self.reserved_bytes -= entry[0]
+        self._is_changing = False
+        self._free_waiting()
+
+    def _allocate(self, num_bytes: int, stream: int) -> Block:
         size = max(-(-num_bytes // _ROUND), 1) * _ROUND
         pool = (stream, size <= _SMALL)
         free = self._free[pool]
@@ -85,9 +113,13 @@ class CachingAllocator:
         self.allocated_bytes += block.num_bytes
         return block
 
-    def free(self, block: Block) -> None:
-        """Gives a block back to its stream."""
-        assert block.in_use
+    def _free_waiting(self) -> None:
+        while self._to_free and not self._is_changing:
+            self._is_changing = True
+            self._put_back(self._to_free.pop())
+            self._is_changing = False
+
+    def _put_back(self, block: Block) -> None:
         block.in_use = False
         self.allocated_bytes -= block.num_bytes
         for neighbor in (block.previous, block.following):
@@ -95,13 +127,6 @@ class CachingAllocator:
                 self._take(neighbor)
                 block = _joined(*sorted((block, neighbor), key=lambda each: each.address))
         insort(self._free[block.pool], (block.num_bytes, block.address, block))
-
-    def empty_cache(self) -> None:
-        """Gives the device all segments of which no block is in use, as `torch.cuda.empty_cache` does."""
-        for free in self._free.values():
-            for entry in [entry for entry in free if entry[2].previous is None and entry[2].following is None]:
-                free.remove(entry)
-                self.reserved_bytes -= entry[0]
 
     def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
         if pool[1]:

@@ -160,10 +160,10 @@ class MemoryTracker:
         delta = num_bytes - block.num_bytes
         block.num_bytes = num_bytes
         if self.allocator is not None:
-            if block.reserved is not None:
-                self.allocator.free(block.reserved)
-            stream = device_streams.current_stream().stream_id
+            held, stream = block.reserved, device_streams.current_stream().stream_id
             block.reserved = self.allocator.allocate(num_bytes, stream) if num_bytes else None
+            if held is not None:  # torch copies a storage that changes its size before it frees the old memory.
+                self.allocator.free(held)
         self._changed.append(block.number)
         self._deltas.append(delta)
         self.current_bytes += delta
