@@ -283,11 +283,13 @@ def test_device_mesh_and_placements_are_the_user_s() -> None:
     for tensor in (layer.weight, layer.weight.grad):
         assert (tensor.device_mesh, tensor.placements) == (hybrid, (Replicate(), Shard(0)))
 
-    column = nn.Linear(4, 8, bias=False)
-    parallelize_module(column, mesh["tp"], ColwiseParallel())
-    fully_shard(column, mesh["dp"].get_group())
-    with pytest.raises(ShardedTensorError, match="not dimensions of one DeviceMesh"):
-        _ = column.weight.device_mesh
+    other_order = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    for tp, dp in ((mesh["tp"], mesh["dp"].get_group()), (other_order["tp"], other_order["dp"])):
+        column = nn.Linear(4, 8, bias=False)
+        parallelize_module(column, tp, ColwiseParallel())
+        fully_shard(column, dp)
+        with pytest.raises(ShardedTensorError, match="not dimensions of one DeviceMesh in its order"):
+            _ = column.weight.device_mesh
 
 
 @pytest.mark.ranks(2)

@@ -42,22 +42,25 @@ def device_mesh(shard: Shard) -> DeviceMesh:
     """A mesh of the ranks that share it: for each axis one dimension of the user's mesh, in torch's order."""
     groups = [axis.group for axis in shard.axes]
     dims = [group.mesh_dim for group in groups if group.mesh_dim is not None]
-    if len(dims) == len(groups):
+    if dims and len(dims) == len(groups):
         mesh = dims[0].mesh
         if dims == [(mesh, number) for number in range(mesh.ndim)]:
             return mesh
         root = compat.root_mesh(mesh)
         names = tuple(name for dim in dims for name in (dim.mesh.mesh_dim_names or ())[dim.number : dim.number + 1])
         if len(set(names)) == len(dims) and all(compat.root_mesh(dim.mesh) is root for dim in dims):
-            part: DeviceMesh = root[names]
-            return part
+            try:
+                part: DeviceMesh = root[names]
+                return part
+            except (KeyError, RuntimeError):  # Torch takes them in the order of the mesh alone.
+                pass
     if len(groups) == 1:
         device = "cuda" if groups[0].backend == "nccl" else "cpu"
         process_group: Any = groups[0].process_group
         return DeviceMesh.from_group(process_group, device)
     raise ShardedTensorError(
         f"device_mesh of {shard.title}: {len(groups)} axes of ranks share the tensor, and they are not dimensions of "
-        "one DeviceMesh. Use the process groups that you have passed, or pass parts of one mesh: "
+        "one DeviceMesh in its order. Use the process groups that you have passed, or pass parts of one mesh: "
         'mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), then mesh["dp"] to fully_shard and '
         'mesh["tp"] to the layers'
     )
