@@ -14,6 +14,13 @@ def test_a_file_is_read_equal_to_the_bit_in_all_dtypes(tmp_path):
     assert_same_bits(loaded(read_safetensors_file(tmp_path / "w.safetensors")), weights)
 
 
+def test_a_file_is_read_into_memory_of_the_host_wherever_tensors_are_made(tmp_path):
+    save_file({"a": torch.arange(3.0)}, tmp_path / "w.safetensors")
+    with torch.device("meta"):
+        state = loaded(read_safetensors_file(tmp_path / "w.safetensors"))
+    assert_same_bits(state, {"a": torch.arange(3.0)})
+
+
 def test_a_folder_with_an_index_is_one_state(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": torch.zeros(1)}, tmp_path / "model-00002-of-00002.safetensors")

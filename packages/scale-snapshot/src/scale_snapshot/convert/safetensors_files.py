@@ -67,7 +67,8 @@ def read_files_of_folder(folder: Path, names: Sequence[str], read: Callable[[Pat
 
 def _reader(path: Path, stored: StoredTensor) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        tensor = torch.empty(stored.entry.shape, dtype=stored.entry.dtype)
+        # On the host inside of torch.device(...), too: the file is read into its memory.
+        tensor = torch.empty(stored.entry.shape, dtype=stored.entry.dtype, device="cpu")
         if tensor.nbytes:
             with opened(path) as file:
                 file.read_into([memory_of(tensor)], stored.begin)
