@@ -356,6 +356,18 @@ def test_the_first_step_makes_other_parameters_equal() -> None:
         optimizer.step()
 
 
+@pytest.mark.ranks(2)
+def test_the_first_step_makes_frozen_parameters_equal_too() -> None:
+    value = 1.0 + dist.get_rank()
+    params = [nn.Parameter(torch.full((4,), value), requires_grad=trains) for trains in (True, False)]
+    optimizer = OSS(params, torch.optim.SGD, lr=0.5, options=OSSOptions(check_replicas_every=1))
+    params[0].grad = torch.ones(4)
+    with pytest.warns(FairScaleWarning, match="ranks begin with different parameters"):
+        optimizer.step()
+    optimizer.step()  # It compares all parameters, and would raise.
+    assert set(params[1].tolist()) <= {1.0, 2.0}
+
+
 class Residual(nn.Module):
     """With a parameter of its own, attention whose `out_proj` never runs, and branches around its layers."""
 

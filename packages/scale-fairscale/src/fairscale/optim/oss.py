@@ -14,6 +14,7 @@ from torch.optim import SGD, Optimizer
 import scale_oss
 from fairscale._warnings import warn_argument, warn_once
 from fairscale.internal.process_group import unwrap_process_group
+from scale_core.consistency.execution_order import message_tag
 from scale_core.errors import DivergenceError
 from scale_core.sharded_tensor.replicated_parameter import set_unreduced_grad, unreduced_grad
 from scale_oss.buckets.bucket import Bucket, part_of_gradient
@@ -188,6 +189,10 @@ class OSS(scale_oss.OSS):
                 "part of its own parameters, and all ranks take that; call torch.manual_seed(seed) before the model is "
                 "built, or load a checkpoint on all ranks",
             )
+            for bucket in self.buckets:  # No step sends frozen parameters, and a later comparison would raise.
+                if not any(param.requires_grad for param in bucket.params):
+                    bucket.all_gather(message_tag(bucket.gather_event), updates_all=True)
+                    self.contract.wait(bucket.gather_event, bucket.wait)
 
     def _unreduced(self) -> list[tuple[Bucket, int]]:
         """Where gradients are in `param.grad` that a `ShardedDataParallel` has not reduced: buckets and indices."""
