@@ -274,6 +274,12 @@ def test_device_mesh_and_placements_are_the_user_s() -> None:
     expected = [(Shard(0), Shard(0)), (Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(0), Replicate())]
     assert [param.placements for param in layers.parameters()] == expected
     assert all(param.device_mesh == mesh for param in layers.parameters())
+    again = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))  # an equal mesh made twice
+    for part in (init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp")), again):
+        layer = nn.Linear(4, 8)
+        parallelize_module(layer, again["tp"], ColwiseParallel())
+        fully_shard(layer, part["dp"])
+        assert layer.weight.device_mesh == again["dp", "tp"]
     layer = fully_shard(nn.Linear(4, 4), mesh["dp"])
     assert (layer.weight.device_mesh, layer.weight.placements) == (mesh["dp"], (Shard(0),))
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scale_core import compat
+from scale_core.comm.group import group_of
 from scale_core.errors import ShardedTensorError
 from scale_core.shard import Placement, Shard
 
@@ -46,14 +47,13 @@ def device_mesh(shard: Shard) -> DeviceMesh:
         mesh = dims[0].mesh
         if dims == [(mesh, number) for number in range(mesh.ndim)]:
             return mesh
-        root = compat.root_mesh(mesh)
         names = tuple(name for dim in dims for name in (dim.mesh.mesh_dim_names or ())[dim.number : dim.number + 1])
-        if len(set(names)) == len(dims) and all(compat.root_mesh(dim.mesh) is root for dim in dims):
-            try:
+        ranks = {name: group.ranks for name, group in zip(names, groups, strict=False)}
+        for root in (compat.root_mesh(dim.mesh) for dim in dims):  # torch keeps the first of equal meshes.
+            has_names = len(ranks) == len(groups) and ranks.keys() <= set(root.mesh_dim_names or ())
+            if has_names and all(group_of(root.get_group(name)).ranks == ranks[name] for name in names):
                 part: DeviceMesh = root[names]
                 return part
-            except (KeyError, RuntimeError):  # Torch takes them in the order of the mesh alone.
-                pass
     if len(groups) == 1:
         device = "cuda" if groups[0].backend == "nccl" else "cpu"
         process_group: Any = groups[0].process_group
