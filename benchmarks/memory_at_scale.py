@@ -12,8 +12,8 @@ inside the block's checkpoint: smaller buffers, but scale-fsdp releases attentio
 a third time, where FSDP2 keeps it. With "-offload", shards, gradients and Adam are on the host, and the model computes
 on a stand-in for a device, so that each has a peak of its own; all others keep everything in one memory. The second
 step is measured, since Adam's state exists only from the first step on.
-What the figures leave out stands in `scale_check.simulate`: add 5 to 10 % for what the device's allocator and the
-transport need.
+The figures are bytes of tensors. The device's allocator and the transport need more: see `scale_check.simulate`, and
+benchmarks/published_memory.py for the allocator.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ plan of `scale-train plan` for the same model. From the second step on, its sele
 backward pass has asked for.
 
 The source is benchmarks/llama3_h100_202412_torchtitan.md, tables 1, 2 and 3: H100 of 96 GB. The row of table 2 was run
-with torch.compile and fp8 products, which the simulation has not. Its other rows divide the sequence, and keep 32768
-tokens on each GPU and the parameters in as many parts: their peaks of 84.0 to 84.5 GiB are not simulated. Nor are the
-rows with tensor parallelism and pipelines, which were compiled.
+with torch.compile and fp8 products, and is simulated without them. The other rows of table 2 are not simulated. They
+divide the sequence, with 32768 tokens on each GPU and the same number of shards, and have peaks of 84.0 to 84.5 GiB.
+The rows with tensor parallelism and pipelines are not simulated either, because they were compiled.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Row:
     Attributes:
         title: Model, machine and techniques.
         published: GiB that the allocator had reserved on a GPU.
-        ranks: How many GPUs shard the model.
-        local_batch: Sequences of a GPU.
-        sequence: Tokens of a sequence.
-        selective: Whether checkpoints keep every second product, or nothing.
+        ranks: The number of GPUs that shard the model.
+        local_batch: The number of sequences on a GPU.
+        sequence: The number of tokens of a sequence.
+        selective: Whether checkpoints keep every second product. Otherwise they keep nothing.
     """
 
     title: str
@@ -75,7 +75,7 @@ ROWS = (
 
 @dataclass
 class Memory:
-    """GiB of a rank."""
+    """GiB of a rank: `fsdp2_tensors` is the peak of tensors, and the others are reserved by the allocator."""
 
     title: str
     published: float
@@ -85,7 +85,7 @@ class Memory:
 
 
 class SavedOperators:
-    """The policy of torchtitan for a block, as torch asks for it."""
+    """The policy of torchtitan for a block, in the form that torch's selective checkpoints take."""
 
     def __init__(self) -> None:
         self._keeps = EverySecondProduct()
@@ -100,7 +100,7 @@ def selective_contexts() -> Any:
 
 
 def simulated_fsdp2(row: Row, config: LlamaConfig) -> Simulation:
-    """Runs three steps of torch's FSDP2; the simulation has their peaks."""
+    """Runs three steps of torch's FSDP2. The returned simulation has their peaks."""
     with simulate(world_size=row.ranks, device="sim", check=False) as simulation:
         with simulation.aside():
             mesh = init_device_mesh("sim", (row.ranks,))
@@ -126,7 +126,7 @@ def simulated_fsdp2(row: Row, config: LlamaConfig) -> Simulation:
 
 
 def planned_bytes(row: Row, config: LlamaConfig) -> int:
-    """What `scale-train plan` says that the allocator reserves."""
+    """The bytes that the allocator reserves according to `scale-train plan`."""
     published_steps.set_config(config)
     batch = row.local_batch * row.ranks
     options = PlanOptions(

@@ -1,6 +1,6 @@
 """`scale-check run` with rank processes that are forked from the server of `run_ranks`, which has imported torch.
 
-A rank process of its own imports torch for 3 s of CPU time, and a check has two of them.
+Otherwise each check starts two processes that import torch. The times are in tests/DESIGN.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ranks.preload("scale_check.script.fork_server")
 
 
 class ForkedProcess:
-    """What `ForkServer` uses of `subprocess.Popen`."""
+    """The methods of `subprocess.Popen` that `ForkServer` calls."""
 
     def __init__(self, script: Sequence[str], output: Path) -> None:
         context = get_context("forkserver")
@@ -62,7 +62,7 @@ def _serve(reader: Connection, output: Path, folder: str, variables: Mapping[str
 
 @pytest.fixture
 def script_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of the test as the current one, and no variables that a script would see."""
+    """Makes the test's folder the current one, and removes environment variables that a script would read."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("PYTHONWARNINGS", "RANK", "WORLD_SIZE"):
@@ -71,6 +71,6 @@ def script_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def forked_servers(script_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`script_folder`, and servers that are forked."""
+    """Forks the servers of `scale-check run`, in `script_folder`."""
     if "forkserver" in get_all_start_methods():
         monkeypatch.setattr(ForkServer, "_new_process", lambda server: ForkedProcess(server._script, server._output))

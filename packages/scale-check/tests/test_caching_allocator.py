@@ -1,4 +1,4 @@
-"""caching_allocator.py: what torch's allocator reserves of a device, and its use by a simulation."""
+"""caching_allocator.py: the memory that torch's allocator reserves on a device, and its use by a simulation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_sizes_are_rounded_up_to_512_bytes(num_bytes: int, taken: int) -> None:
     assert allocator.allocated_bytes == taken
 
 
-def test_a_freed_block_serves_its_stream_alone() -> None:
+def test_only_its_own_stream_gets_a_freed_block() -> None:
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB, stream=1))
     allocator.allocate(30 * MIB, stream=1)
@@ -52,15 +52,15 @@ def test_a_freed_block_serves_its_stream_alone() -> None:
     assert allocator.reserved_bytes == 60 * MIB
 
 
-@pytest.mark.parametrize(("asked", "taken"), [(29, 30), (28, 28)], ids=["a rest of 1 MiB", "a rest of 2 MiB"])
-def test_a_large_block_keeps_a_rest_of_1_mib(asked: int, taken: int) -> None:
+@pytest.mark.parametrize(("asked", "taken"), [(29, 30), (28, 28)], ids=["1 MiB remains", "2 MiB remain"])
+def test_a_large_block_is_split_if_more_than_1_mib_remains(asked: int, taken: int) -> None:
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB))
     allocator.allocate(asked * MIB)
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (taken * MIB, 30 * MIB)
 
 
-def test_the_smallest_free_block_that_is_enough_is_taken() -> None:
+def test_the_smallest_free_block_that_is_large_enough_is_taken() -> None:
     allocator = CachingAllocator()
     blocks = [allocator.allocate(size * MIB) for size in (50, 20, 30)]
     for block in blocks:
@@ -70,7 +70,7 @@ def test_the_smallest_free_block_that_is_enough_is_taken() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_free_neighbors_become_one_block(order: tuple[int, int]) -> None:
+def test_free_neighbors_are_merged(order: tuple[int, int]) -> None:
     allocator = CachingAllocator()
     blocks = [allocator.allocate(4 * MIB) for _ in range(5)]  # One segment of 20 MiB.
     for index in order:
@@ -138,8 +138,8 @@ def test_a_storage_of_a_new_size_is_copied_before_its_old_memory_is_free() -> No
 def test_a_simulation_reserves_by_stream_and_keeps_segments() -> None:
     with simulate(device="sim") as simulation:
         side = torch.Stream(device="sim")
-        del_me = torch.empty(30 * MIB, dtype=torch.uint8, device="sim")
-        del del_me
+        freed = torch.empty(30 * MIB, dtype=torch.uint8, device="sim")
+        del freed
         with side:
             on_side = torch.empty(30 * MIB, dtype=torch.uint8, device="sim")
         assert (simulation.current_bytes, simulation.reserved_bytes) == (30 * MIB, 60 * MIB)

@@ -287,7 +287,7 @@ def spans_world(mesh: DeviceMesh) -> bool:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a mesh is a part of; itself where it is no part."""
+    """Returns the mesh that a mesh is a slice of, or the mesh itself if it is not a slice."""
     if hasattr(mesh, "_get_root_mesh"):
         root: DeviceMesh = mesh._get_root_mesh()
     else:  # torch 2.8
@@ -536,7 +536,7 @@ def without_step_hooks() -> Iterator[None]:
 
 @contextmanager
 def around_dtensor_shapes(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Inside, DTensor computes the shapes of its results, with fake tensors of the whole size, in `context()`."""
+    """Inside, DTensor computes the shapes of its results, with fake tensors of the full size, in `context()`."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     propagator: Any = ShardingPropagator

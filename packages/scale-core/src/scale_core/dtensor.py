@@ -28,7 +28,7 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def full_value(tensor: Tensor) -> Tensor:
-    """Returns the full tensor of a DTensor, which all ranks of its mesh gather together; another tensor as it is."""
+    """Returns the full tensor of a DTensor, which all ranks of its mesh gather together, or a plain tensor itself."""
     if not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor.detach()

@@ -255,10 +255,10 @@ class FSDPModule(ConversionMethods):
         self.set_gradient_divide_factor(factor)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Takes FSDP2's switch: each backward that reduces does so over the replicas as well.
+        """Changes nothing: each backward that reduces does so over the shards and the replicas together.
 
-        The gradients after the last micro-batch are those of FSDP2, whose earlier backwards only reduce over the
-        shards. Call it with False and hybrid sharding, and it warns about the messages that it does not spare.
+        After the last micro-batch the gradients are equal to FSDP2's. There, backwards with False reduce only over the
+        shards. With False and hybrid sharding it warns, because FSDP2 would send less.
         """
         units = _units_at(self, "set_requires_all_reduce", recurse)
         if not requires_all_reduce and any(unit.options.mesh_info.replicas.size > 1 for unit in units):
@@ -320,9 +320,9 @@ class FSDPModule(ConversionMethods):
         are copied to the shards, which stay where they are.
 
         Raises:
-            RuntimeError: Names or shapes are not the module's, or the parameters are in use; nothing has been loaded
-                then.
-            ValueError: `assign` is set, which would replace the shards, or the state belongs to only one rank.
+            RuntimeError: Names or shapes are not the module's, or dtypes with `assign`, or the parameters are in use.
+                Nothing has been loaded then.
+            ValueError: The state belongs to only one rank.
         """
         return load_full_state_dict(self, super().load_state_dict, state_dict, strict, assign)
 

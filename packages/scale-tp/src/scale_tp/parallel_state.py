@@ -259,12 +259,12 @@ def get_tensor_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The global rank of the first of them."""
+    """The global rank of the first rank that divides the layers with this one."""
     return axis_group("model").ranks[0]
 
 
 def get_tensor_model_parallel_ranks() -> list[int]:
-    """The global ranks of all of them."""
+    """The global ranks that divide the layers with this one."""
     return list(axis_group("model").ranks)
 
 

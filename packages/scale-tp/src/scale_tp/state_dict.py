@@ -72,8 +72,8 @@ def load_full_state_dict(
         strict: Whether every parameter and buffer of the model must be given, and nothing else.
 
     Raises:
-        ValueError: A tensor has not the shape of the full parameter. Tensors before it have been loaded. With `strict`
-            also: a key is missing or unknown. Or parameters are sharded along a different axis.
+        ValueError: A tensor does not have the shape of the full parameter. Tensors before it have been loaded. With
+            `strict` also: a key is missing or unknown. Or parameters are sharded along a different axis.
 
     Examples:
         >>> import torch, scale_tp

@@ -1,17 +1,17 @@
-"""What torch's caching allocator reserves of a GPU for the storages of a program: more than what they take.
+"""A model of torch's CUDA caching allocator, which reserves more of a GPU than the tensors of a program take.
 
-The allocator asks the device for segments and cuts blocks out of them. A block that was freed stays reserved, for the
-stream that it was allocated on, so that streams, sizes and the order of allocations decide how much of the device a
-program needs. This is the algorithm of `torch.cuda.memory` with its defaults (`c10/cuda/CUDACachingAllocator.cpp`):
+The allocator asks the device for segments and splits them into blocks. A freed block stays reserved for the stream on
+which it was allocated. So streams, sizes and the order of allocations decide how much memory is reserved. This is the
+algorithm with its defaults (`c10/cuda/CUDACachingAllocator.cpp`):
 
-- Sizes are rounded up to 512 bytes. Up to 1 MiB they come from segments of 2 MiB, below 10 MiB from segments of 20 MiB;
-  from there on a segment has the size itself, rounded up to 2 MiB.
-- The smallest free block of the same stream that is large enough is taken, at the lowest address. What is left of it
-  becomes a free block, but not 1 MiB or less of a large block.
-- Free neighbours in a segment become one block.
+- Sizes are rounded up to 512 bytes. Up to 1 MiB they come from segments of 2 MiB, and below 10 MiB from segments of
+  20 MiB. Above, a segment has the size of its allocation, rounded up to 2 MiB.
+- An allocation takes the smallest free block of its stream that is large enough, at the lowest address. The remaining
+  bytes become a free block. A large block is not split if 1 MiB or less remains.
+- Free neighbors in a segment are merged.
 
-Two things are left out. `record_stream` keeps a block until the other stream has caught up. And where a device is full,
-segments without a block in use go back to it first, which costs time; here a device is as large as need be.
+Two things are not modeled. `record_stream` keeps a block until the other stream has caught up. A full device first gets
+back segments without a block in use, which costs time. Here the memory of the device has no limit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 _MIB = 2**20
-_ROUND = 512
-_SMALL = _MIB
-_SMALL_SEGMENT, _MEDIUM_SEGMENT = 2 * _MIB, 20 * _MIB
-_LARGE = 10 * _MIB
+# As in CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc, kRoundLarge.
+_MIN_BLOCK_SIZE = 512
+_SMALL_SIZE = _MIB
+_SMALL_BUFFER, _LARGE_BUFFER = 2 * _MIB, 20 * _MIB
+_MIN_LARGE_ALLOC = 10 * _MIB
+_ROUND_LARGE = 2 * _MIB
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +37,7 @@ class Block:
         address: Where it begins; segments do not touch.
         num_bytes: Its size.
         pool: The stream that may use it, and whether it is for small sizes.
-        in_use: Whether a storage has it.
+        in_use: Whether it is allocated to a storage.
         previous: The part of the segment before it.
         following: The part after it.
     """
@@ -57,9 +59,9 @@ class CachingAllocator:
     (20971520, 3145728)
 
     Attributes:
-        reserved_bytes: What all segments take now.
-        peak_reserved_bytes: The most that they took, as `torch.cuda.max_memory_reserved` has it.
-        allocated_bytes: What the blocks in use take now, rounded up.
+        reserved_bytes: The size of all segments now.
+        peak_reserved_bytes: The largest size of all segments, as in `torch.cuda.max_memory_reserved`.
+        allocated_bytes: The size of all blocks in use now.
     """
 
     def __init__(self) -> None:
@@ -70,45 +72,19 @@ class CachingAllocator:
         self._to_free: list[Block] = []
 
     def allocate(self, num_bytes: int, stream: int = 0) -> Block:
-        """A block of at least so many bytes, for a stream."""
-        self._is_changing = True
-        block = self._allocate(num_bytes, stream)
-        self._is_changing = False
-        self._free_waiting()
-        return block
-
-    def free(self, block: Block) -> None:
-        """Gives a block back to its stream.
-
-        A garbage collection may end a storage in the middle of an allocation. Then its block is free after that.
-        """
-        assert block.in_use
-        self._to_free.append(block)
-        self._free_waiting()
-
-    def empty_cache(self) -> None:
-        """Gives the device all segments of which no block is in use, as `torch.cuda.empty_cache` does."""
-        self._is_changing = True
-        for free in self._free.values():
-            for entry in [entry for entry in free if entry[2].previous is None and entry[2].following is None]:
-                free.remove(entry)
-                self.reserved_bytes -= entry[0]
-        self._is_changing = False
-        self._free_waiting()
-
-    def _allocate(self, num_bytes: int, stream: int) -> Block:
-        size = max(-(-num_bytes // _ROUND), 1) * _ROUND
-        pool = (stream, size <= _SMALL)
+        """Returns a block of at least `num_bytes` for a stream."""
+        size = max(-(-num_bytes // _MIN_BLOCK_SIZE), 1) * _MIN_BLOCK_SIZE
+        pool = (stream, size <= _SMALL_SIZE)
         free = self._free[pool]
         index = bisect_left(free, (size,))
         block = free.pop(index)[2] if index < len(free) else self._new_segment(size, pool)
-        left = block.num_bytes - size
-        if left >= _ROUND and (pool[1] or left > _SMALL):
-            rest = Block(block.address + size, left, pool, previous=block, following=block.following)
-            if rest.following is not None:
-                rest.following.previous = rest
-            block.following, block.num_bytes = rest, size
-            insort(free, (rest.num_bytes, rest.address, rest))
+        num_remaining = block.num_bytes - size
+        if num_remaining >= _MIN_BLOCK_SIZE and (pool[1] or num_remaining > _SMALL_SIZE):
+            remaining = Block(block.address + size, num_remaining, pool, previous=block, following=block.following)
+            if remaining.following is not None:
+                remaining.following.previous = remaining
+            block.following, block.num_bytes = remaining, size
+            insort(free, (remaining.num_bytes, remaining.address, remaining))
         block.in_use = True
         self.allocated_bytes += block.num_bytes
         return block
@@ -125,16 +101,23 @@ class CachingAllocator:
         for neighbor in (block.previous, block.following):
             if neighbor is not None and not neighbor.in_use:
                 self._take(neighbor)
-                block = _joined(*sorted((block, neighbor), key=lambda each: each.address))
+                block = _merged(*sorted((block, neighbor), key=lambda part: part.address))
         insort(self._free[block.pool], (block.num_bytes, block.address, block))
+
+    def empty_cache(self) -> None:
+        """Gives all segments without a block in use back to the device, as `torch.cuda.empty_cache` does."""
+        for free in self._free.values():
+            for entry in [entry for entry in free if entry[2].previous is None and entry[2].following is None]:
+                free.remove(entry)
+                self.reserved_bytes -= entry[0]
 
     def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
         if pool[1]:
-            size = _SMALL_SEGMENT
-        elif size < _LARGE:
-            size = _MEDIUM_SEGMENT
+            size = _SMALL_BUFFER
+        elif size < _MIN_LARGE_ALLOC:
+            size = _LARGE_BUFFER
         else:
-            size = -(-size // _SMALL_SEGMENT) * _SMALL_SEGMENT
+            size = -(-size // _ROUND_LARGE) * _ROUND_LARGE
         block = Block(self._next_address, size, pool)
         self._next_address += size
         self.reserved_bytes += size
@@ -146,7 +129,7 @@ class CachingAllocator:
         del free[bisect_left(free, (block.num_bytes, block.address))]
 
 
-def _joined(first: Block, second: Block) -> Block:
+def _merged(first: Block, second: Block) -> Block:
     first.num_bytes += second.num_bytes
     first.following = second.following
     if second.following is not None:

@@ -45,7 +45,7 @@ class MemoryBlock:
     pinned: bool = False  # Of the host, and ready for asynchronous copies
     released: bool = False  # Its memory was given back while tensors still refer to it
     watch: weakref.ref[torch.UntypedStorage] | None = None  # Tells of its end
-    reserved: Block | None = None  # Where the device's allocator has put it
+    reserved: Block | None = None  # Its block of the device's caching allocator
 
 
 class MemoryItem(NamedTuple):
@@ -61,7 +61,7 @@ class MemoryTracker:
     """Follows the sizes of all storages that it was shown, until they are freed.
 
     Args:
-        allocator: Gives them memory, for the current stream of the simulated device; None for the host.
+        allocator: Allocates a block for each storage, on the current stream of the simulated device. None for the host.
     """
 
     def __init__(self, allocator: CachingAllocator | None = None) -> None:

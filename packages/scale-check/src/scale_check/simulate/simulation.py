@@ -5,8 +5,8 @@ have sizes but no memory, among ranks that do not exist, and the simulation coun
 sent. A change that keeps a buffer alive too long, or gathers twice, shows as other numbers. Where shards or optimizer
 state are on the host, a simulated accelerator keeps the two memories apart.
 
-On the simulated accelerator every storage also gets a place from a model of torch's caching allocator. So what the
-device must reserve is counted too, which is more than what tensors take.
+On the simulated accelerator a model of torch's caching allocator allocates a block for every storage. So the simulation
+also counts the memory that the allocator reserves, which is more than the tensors take.
 
 Not counted: the transport's own buffers, the rounding of pinned host memory (up to the next power of two, unless
 PYTORCH_ALLOC_CONF sets its `pinned_max_round_threshold_mb`), memory that is held until a side stream has caught up, and
@@ -122,34 +122,34 @@ class Simulation(Memory):
 
     @property
     def reserved_bytes(self) -> int:
-        """What the device's caching allocator has reserved now, as `torch.cuda.memory_reserved()` counts it.
+        """The bytes that the device's caching allocator has reserved now, as in `torch.cuda.memory_reserved()`.
 
         Raises:
-            ValueError: The simulation is of the host alone.
+            ValueError: The simulation has only the host.
         """
         return self._caching_allocator().reserved_bytes
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most that it had reserved since `restart()`: `torch.cuda.max_memory_reserved()`, in bytes.
+        """The most bytes that it has reserved since `restart()`, as in `torch.cuda.max_memory_reserved()`.
 
         Raises:
-            ValueError: The simulation is of the host alone.
+            ValueError: The simulation has only the host.
         """
         return self._caching_allocator().peak_reserved_bytes
 
     def empty_cache(self) -> None:
-        """Gives back what the allocator has reserved and no tensor uses, as `torch.cuda.empty_cache()` does.
+        """Gives reserved segments that no tensor uses back to the device, as `torch.cuda.empty_cache()` does.
 
         Raises:
-            ValueError: The simulation is of the host alone.
+            ValueError: The simulation has only the host.
         """
         self._caching_allocator().empty_cache()
 
     def _caching_allocator(self) -> CachingAllocator:
         if self._allocator is None:
             raise ValueError(
-                "this simulation is of the host alone, which has no caching allocator: write "
+                "this simulation has only the host, which has no caching allocator: write "
                 f"simulate(..., device='{compat.STAND_IN}') and make the model there"
             )
         return self._allocator
@@ -442,7 +442,7 @@ def track_memory(simulation: Simulation) -> Iterator[Simulation]:
     with ExitStack() as stack:
         stack.callback(simulation._close)
         stack.enter_context(compat.watching_resizes(simulation._resized))
-        # DTensor asks for the shapes of results with tensors of the whole size, which a real run does not allocate.
+        # DTensor computes shapes of results with fake tensors of the full size, which a real run does not allocate.
         stack.enter_context(compat.around_dtensor_shapes(simulation._not_counting))
         # Backward passes run on this thread, in one order, and an error in them keeps its traceback.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))

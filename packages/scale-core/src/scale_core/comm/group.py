@@ -50,7 +50,7 @@ class Group:
         backend: The transport: "gloo", "nccl", "fake" (one process plays one of many ranks), or "none".
         ranks: The global rank of each member, in group order.
         state: This process's record of the process group.
-        mesh_dim: The dimension of the user's mesh that it is of; None where it does not come from one.
+        mesh_dim: The dimension of the user's mesh that these ranks are. None if the group is not from a mesh.
 
     Examples:
         >>> from scale_core import Group, group_of

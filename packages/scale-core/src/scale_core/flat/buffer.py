@@ -267,7 +267,7 @@ class FlatBuffer(FlatStorage):
 
     @property
     def needs_transfer_after_reduce(self) -> bool:
-        """Whether gradients still have a way to go after the reduction: to replicas, between nodes or to the host."""
+        """Whether gradients must still be sent after the reduction: to replicas, between nodes or to the host."""
         return self.transport.traits.reduces_in_halves or self.devices.reduced != self.compute_device
 
     def reduce(self, tag: int = UNTAGGED) -> None:

@@ -252,7 +252,7 @@ class StateOfShards(MutableMapping[Any, Any]):
         return self[param] if param in self.by_param else default
 
     def copy(self) -> StateOfShards:
-        """As of a dict: entries that come later are not in the copy."""
+        """Returns a copy, as `dict.copy` does. It does not get later entries."""
         return StateOfShards(copy.copy(self.by_param))
 
     __copy__ = copy

@@ -225,7 +225,7 @@ def _dtype_error(name: str, value: Tensor, target: ParamSlot | Tensor) -> str:
         return ""
     return (
         f"dtype mismatch for {name}: the model's is {dtype}, and assign=True would make it {value.dtype}. Convert "
-        "the model before, model.to(dtype), or leave assign out, so that the values are converted"
+        "the model first by model.to(dtype), or leave out assign=True, which converts the values"
     )
 
 

@@ -189,7 +189,7 @@ def module_names(module: nn.Module) -> dict[int, str]:
 
 
 def with_param_names(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with other names of its parameters: numbers for the full names, or the other way round.
+    """Returns an optimizer's state with renamed parameters: names become numbers, or numbers become names.
 
     >>> state = {"state": {"weight": {"step": 1}}, "param_groups": [{"lr": 0.1, "params": ["weight", "bias"]}]}
     >>> with_param_names(state, {"weight": 0, "bias": 1})

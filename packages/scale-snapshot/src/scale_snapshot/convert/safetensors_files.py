@@ -42,10 +42,10 @@ def read_safetensors_folder(folder: Path) -> dict[str, Any]:
 
 
 def read_files_of_folder(folder: Path, names: Sequence[str], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the tensors of all files of a folder by name: of those that its index names, or else of `names`.
+    """Returns the tensors of a folder by name: of the files in its index, or of `names` if there is no index.
 
     Raises:
-        ValueError: A file is missing or damaged, a tensor is in two of them, or in another file than the index says.
+        ValueError: A file is missing or damaged, a tensor is in two files, or the index names a different file for it.
     """
     index = index_of(folder)
     tree: dict[str, Any] = {}

@@ -60,8 +60,9 @@ class Estimate:
         peak_by_kind: Bytes of the device at its peak, by what they are for.
         host_peak_by_kind: Likewise of the host, where something is kept there.
         bytes_sent: Bytes that the rank sends in a step, by collective.
-        seconds: The time of a step on simulated streams; None where nothing was run.
-        reserved_bytes: What torch's allocator reserves of the device, more than what tensors take; None for a pipeline.
+        seconds: The time of a step on simulated streams; None where the model does not run there.
+        reserved_bytes: The bytes that torch's caching allocator reserves, more than the tensors take. None for a
+            pipeline, and where the model does not run on simulated streams.
         at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
             nothing more was looked at.
         problem: Why the model can't be trained so; "" where it can.
@@ -83,7 +84,7 @@ class Estimate:
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether nothing was run, because the state alone is too much."""
+        """Whether no step was run, because the state is too large by itself."""
         return not self.peak_by_kind and not self.problem
 
     @property
@@ -136,12 +137,16 @@ def _estimate_replica(planned: PlannedModel, strategy: Strategy, options: PlanOp
         _two_steps(step, simulation)
         host = _host_peak(simulation.on("cpu")) if strategy.has_host_memory else {}
         peak_by_kind, bytes_sent = simulation.peak_by_kind, simulation.bytes_sent
-    seconds, reserved_bytes = step_on_streams(planned, strategy, options)
-    return Estimate(strategy, peak_by_kind, host, bytes_sent, seconds, reserved_bytes)
+    estimate = Estimate(strategy, peak_by_kind, host, bytes_sent)
+    try:
+        seconds, reserved_bytes = step_on_streams(planned, strategy, options)
+    except _DOES_NOT_RUN:  # For example, an operator has no kernel on the simulated device.
+        return estimate
+    return replace(estimate, seconds=seconds, reserved_bytes=reserved_bytes)
 
 
 class StreamedStep(NamedTuple):
-    """The third step of a replica on simulated streams: its time, and what the allocator had reserved until its end."""
+    """The time of a replica's third step on simulated streams, and the most bytes reserved in all three steps."""
 
     seconds: float
     reserved_bytes: int
@@ -155,7 +160,7 @@ def step_on_streams(planned: PlannedModel, strategy: Strategy, options: PlanOpti
             dims = dims_of(asked)
         with durations(simulation, rates) as clocks:
             step = _step_of_replica(planned, strategy, options, dims, simulation)
-            simulation.empty_cache()  # Of the whole model, which fully_shard makes unit by unit.
+            simulation.empty_cache()  # Frees segments of the full model, because training may build it unit by unit.
             simulation.restart()
             for _ in range(3):
                 clocks.host = begin = clocks.now
@@ -261,7 +266,11 @@ def _estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanO
     estimates = [_estimate_stages(planned, strategy, options, rank) for rank in ranks]
     fullest = max(estimates, key=lambda estimate: estimate.peak_bytes)
     sent = max((estimate.bytes_sent for estimate in estimates), key=lambda sent: sum(sent.values()))
-    return replace(fullest, bytes_sent=sent, seconds=pipeline_seconds(planned, strategy, options))
+    result = replace(fullest, bytes_sent=sent)
+    try:
+        return replace(result, seconds=pipeline_seconds(planned, strategy, options))
+    except _DOES_NOT_RUN:
+        return result
 
 
 def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> Estimate:
@@ -284,7 +293,7 @@ def _estimate_stages(planned: PlannedModel, strategy: Strategy, options: PlanOpt
 
         step = step_of_stage(built, strategy, asked, rank, average=average)
         _two_steps(step, simulation)
-        # And the bytes that it exchanges with its neighbors, and averages.
+        # Also the bytes that it exchanges with its neighbors, and of the gradients that it averages.
         sent = {"send": strategy.chunks * (built.bytes_received + built.bytes_sent), **simulation.bytes_sent}
         if not strategy.shards_stages and (reduced := averaged_bytes(built.stage, dims)):
             sent["all_reduce"] = sent.get("all_reduce", 0) + reduced

@@ -1,7 +1,7 @@
-"""What the options say of a machine, and the cost of a step on it.
+"""The rates of a machine, from the options, and the cost of a step on it.
 
-A plan knows no stragglers, no latency of small messages and no slower start of a link: it ranks ways of training, and
-promises nothing. All rates are what is reached, not what a data sheet says.
+A plan has no stragglers, no latency of small messages and no slower start of a link. It compares ways of training and
+promises no time. All rates are the rates that a machine reaches, not the ones of its data sheet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def attention_tflops(options: PlanOptions) -> float:
 
 
 def rates_of(options: PlanOptions, ranks: int) -> Rates:
-    """Returns what one rank reaches, of `ranks` in all."""
+    """Returns the rates of one rank, if there are `ranks` in all."""
     return Rates(
         options.tflops * 1e12,
         options.memory_bandwidth * 1e9,
@@ -29,7 +29,7 @@ def rates_of(options: PlanOptions, ranks: int) -> Rates:
 
 
 def device_seconds(ranks: int, seconds: float, options: PlanOptions) -> float:
-    """Returns what a million tokens cost: device-seconds of `ranks` devices whose step takes so many seconds.
+    """Returns the device-seconds that a million tokens cost on `ranks` devices, if a step takes `seconds`.
 
     >>> device_seconds(8, 0.5, PlanOptions(batch=1, sequence=1000))
     4000.0

@@ -84,7 +84,7 @@ def print_plan(
         console.print(f"{titles[0]}{further}: {problem}", markup=False)
     console.print(
         f"Fits: with {options.margin:.0%} of the device left free, and {options.host_memory} of a host. Reserved: by "
-        "torch's allocator, with what it keeps for later. Step: "
+        "torch's allocator, with the freed blocks that it keeps. Step: "
         f"--tflops {options.tflops:g}, --attention-tflops {attention_tflops(options):g}, --link "
         f"{options.link:g}, --host-link {options.host_link:g}, --memory-bandwidth "
         f"{options.memory_bandwidth:g}, --host-bandwidth {options.host_bandwidth:g}; a model for comparing, not a "

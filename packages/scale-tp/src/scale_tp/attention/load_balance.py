@@ -119,7 +119,7 @@ def join_sequence(
 
     Raises:
         TransferError: A rank did not come.
-        ValueError: On all ranks: a part has not the length that a rank holds of such a sequence, or the ranks differ.
+        ValueError: On all ranks: the length of a part does not fit the length of the sequence, or the ranks differ.
 
     Examples:
         >>> import torch

@@ -134,7 +134,7 @@ def resolve_styles(plan: Plan, names: Iterable[str], *, needs_all: bool = True) 
     """Returns the style of each module that a plan names, in the order of the modules.
 
     A key of a plan is a name; a name in which `*` stands for one part between dots; or a regular expression, which
-    has to match all of a name. If it matches none, `*`, `?` and `[...]` in its parts are those of `fnmatch`, as in
+    has to match all of a name. If a key matches no name so, its parts between dots are `fnmatch` patterns, as in
     the plans of torch's `parallelize_module`.
 
     Example:
@@ -194,7 +194,7 @@ def check_model_plan(model: str, plan: Plan, names: Iterable[str]) -> None:
 
 
 def is_style(value: object) -> bool:
-    """Whether it is a style by itself, or one of torch's, which `resolve_styles` refuses with what to write."""
+    """Whether it is a style or one of torch's styles, for which `resolve_styles` raises an error."""
     return isinstance(value, str | Style) or type(value).__name__ in _OF_TORCH
 
 
@@ -236,7 +236,7 @@ def _matches(key: str, names: Iterable[str]) -> list[str]:
 
 
 def _glob_matches(key: str, names: Iterable[str]) -> list[str]:
-    """The names whose parts between dots a key's parts match, each as `fnmatch` has it."""
+    """The names whose parts between dots match the parts of a key, as `fnmatch` patterns."""
     patterns = key.split(".")
     return [
         name

@@ -153,7 +153,7 @@ class WrapperAttributes(scale_fsdp.FullyShardedDataParallel):
 
     @property
     def numel_padded_per_param(self) -> list[int]:
-        """Elements of padding at the end of this rank's shard of each of `params`: none, it is between parameters."""
+        """Elements of padding at the end of this rank's shard of each of `params`: 0, it is between parameters."""
         return [0 for _ in self.params]
 
     @property
