@@ -1,4 +1,4 @@
-"""AdaScale is an optimizer around another one: what it shows of that, and what it refuses."""
+"""AdaScale wraps an optimizer: the attributes that it passes on, and the calls that raise an error."""
 
 from __future__ import annotations
 

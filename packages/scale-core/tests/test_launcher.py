@@ -71,7 +71,7 @@ if __name__ == "__main__":
 
 
 def start_program(folder: Path, kind: str, num_ranks: int = 1) -> tuple["subprocess.Popen[bytes]", list[int]]:
-    """A program that starts ranks, once they are up, and their process ids."""
+    """Returns a program whose ranks have started, and their process ids."""
     script = folder / "program.py"
     script.write_text(PROGRAM)
     paths = os.pathsep.join(filter(None, [os.path.dirname(__file__), *sys.path]))

@@ -75,7 +75,7 @@ def test_programs_new_processes_cannot_follow_are_refused(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("call", [launch_local, run_ranks])
 def test_a_function_that_is_in_no_file_is_refused(call: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
-    main: Any = ModuleType("__main__")  # As of `python -c` and of standard input.
+    main: Any = ModuleType("__main__")  # As in `python -c` and a program from standard input.
     exec("def work(): pass", vars(main))
     monkeypatch.setitem(sys.modules, "__main__", main)
     refusal = f"{call.__name__}: new processes cannot find work, which is in no file: .*`from work import work`"

@@ -300,7 +300,7 @@ def test_ranks_that_torchrun_restarts_meet_again(tmp_path: Path) -> None:
 
 
 def join_job(folder: Path, port: int) -> str:
-    """What init_distributed says to one of the two ranks of one of two jobs."""
+    """Returns the result or the error of init_distributed, for a rank of one of the two jobs."""
     mine = claim(folder, 4)
     os.environ.update({"RANK": str(mine % 2), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     roll_call._SHORT_GRACE = roll_call._LONG_GRACE = 100.0

@@ -325,8 +325,8 @@ def test_layers_may_have_scales_of_their_own() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_the_first_step_makes_other_parameters_equal() -> None:
-    """As in FairScale each part comes from the rank that updates it; later, and under the wrapper, it is an error."""
+def test_the_first_step_makes_different_parameters_equal() -> None:
+    """As in FairScale, each part comes from the rank that updates it. Later and under the wrapper it is an error."""
     rank = dist.get_rank()
     module = model()
     with torch.no_grad():

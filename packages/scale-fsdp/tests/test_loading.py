@@ -96,7 +96,7 @@ def test_what_one_rank_alone_has_saved_is_no_full_state() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_state_of_dtensors_is_loaded_as_full_tensors(flat: bool) -> None:
-    """As programs for FSDP2 make it; an odd number of rows, of which ranks hold other parts than DTensors have."""
+    """As programs for FSDP2 make it. With an odd number of rows, our shards differ from the DTensors' shards."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
@@ -118,7 +118,7 @@ def test_a_state_of_dtensors_is_loaded_as_full_tensors(flat: bool) -> None:
         model(torch.ones(2, 2)).sum().backward()
 
 
-def test_values_of_another_dtype_are_not_assigned() -> None:
+def test_values_of_a_different_dtype_are_not_assigned() -> None:
     model = nn.Sequential(fully_shard(nn.Linear(2, 2)))
     state = {name: value.double() for name, value in nn.Sequential(nn.Linear(2, 2)).state_dict().items()}
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -531,7 +531,7 @@ def test_fsdp2_s_methods_are_there_or_say_what_to_do() -> None:
 
 @pytest.mark.ranks(4)
 def test_micro_batches_without_all_reduce_add_up_to_the_average() -> None:
-    """FSDP2's gradients after the last micro-batch; of whole numbers, whose sums are exact in any order."""
+    """The gradients after the last micro-batch are FSDP2's. They are integers, whose sums are exact in any order."""
     model = fully_shard(nn.Linear(2, 4), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     for number in range(3):
         warned = pytest.warns(UserWarning, match=r"write set_requires_gradient_sync\(False\)")

@@ -110,7 +110,7 @@ def test_it_trains_as_plain_optimizers_beside_ddp(way: str) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_wait_waits_for_the_parameters_of_both() -> None:
+def test_wait_waits_for_the_parameters_of_both_optimizers() -> None:
     model = Net()
     optimizer = split(model)
     wrapped = ShardedDataParallel(model, optimizer.optimizers)

@@ -326,8 +326,8 @@ def test_a_whole_state_dict_is_loaded_by_parts() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_state_of_dtensors_is_loaded_by_parts() -> None:
-    """The ranks of a DTensor gather it together, also where each takes other rows of it."""
+def test_each_rank_loads_its_part_of_a_state_of_dtensors() -> None:
+    """All ranks of a DTensor gather it together, also if each rank takes different rows."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     plain, mesh = plain_layer(5, 7, True, torch.float32), init_device_mesh("cpu", (2,))

@@ -119,7 +119,7 @@ def test_a_style_is_a_style_or_a_name() -> None:
         resolve_styles({"norm": 3}, NAMES)  # type: ignore[dict-item]
 
 
-def test_torch_s_styles_say_what_to_write() -> None:
+def test_the_error_of_torch_s_styles_says_what_to_write() -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, style
 

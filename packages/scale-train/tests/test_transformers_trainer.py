@@ -386,7 +386,7 @@ def test_a_transformers_that_saves_on_one_rank_only_is_refused(monkeypatch: pyte
         importlib.reload(module)
 
 
-def test_an_earlier_snapshot_is_gone_before_any_rank_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_snapshot_is_removed_before_any_rank_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks wait for the first one, which removes it."""
     earlier, events = tmp_path / "scale", []
     earlier.mkdir()
