@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from scale_check.simulate import caching_allocator, simulate
-from scale_check.simulate.caching_allocator import Block, CachingAllocator
+from scale_check.simulate.caching_allocator import CachingAllocator, ReservedBlock
 
 MIB = 2**20
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from scale_check.simulate import device_streams
-from scale_check.simulate.caching_allocator import Block, CachingAllocator
+from scale_check.simulate.caching_allocator import CachingAllocator, ReservedBlock
 
 
 class Evidence(enum.IntEnum):
