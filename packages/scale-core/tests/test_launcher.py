@@ -25,6 +25,8 @@ def write_sum(folder: Path) -> None:
 
 def end_rank_1(kind: str) -> None:
     if os.environ["RANK"] == "1":
+        if kind == "exit":
+            sys.exit(3)
         if kind == "raise":
             raise ValueError("rank 1 is unwell")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -111,6 +113,7 @@ def test_ranks_meet_and_have_the_allocator_s_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "code", "message"),
     [
+        ("exit", 3, "rank 1 exited with code 3"),
         ("raise", 1, "ValueError: rank 1 is unwell"),
         ("kill", 137, "rank 1 was killed by SIGKILL"),
     ],
