@@ -138,6 +138,13 @@ def test_a_write_to_a_state_dict_does_not_change_the_model() -> None:
             assert torch.equal(value, old)
 
 
+def test_torch_checkpoint_functions_are_seen_as_the_caller() -> None:
+    """`get_model_state_dict` passes nothing to `state_dict()`, so it is known as the caller, by its module's name."""
+    caller = {"__name__": "torch.distributed.checkpoint.state_dict", "model": FullyShardedDataParallel(plain_model())}
+    with pytest.raises(RuntimeError, match="get_model_state_dict finds no plain names"):
+        exec("model.state_dict()", caller)
+
+
 def test_a_module_is_wrapped_anew_as_it_was() -> None:
     module = plain_model()
     first = FullyShardedDataParallel(module)

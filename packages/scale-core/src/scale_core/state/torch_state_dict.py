@@ -57,6 +57,7 @@ _BETWEEN = (
     "scale_fsdp",
     "scale_tp",
     "scale_adascale",
+    "fairscale.",
 )
 
 
