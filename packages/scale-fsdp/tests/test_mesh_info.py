@@ -106,7 +106,7 @@ def test_a_mesh_is_sharded_along_its_second_axis() -> None:
     axes = [(axis.placement, axis.group.ranks) for axis in shard.axes]
     results = gather_values(([shard.start, shard.stop], axes))
     assert [bounds for bounds, _ in results] == [[0, 8], [8, 16], [0, 8], [8, 16]]
-    assert results[3][1] == [(Placement.SHARD, (2, 3)), (Placement.REPLICATE, (1, 3))]
+    assert results[3][1] == [(Placement.REPLICATE, (1, 3)), (Placement.SHARD, (2, 3))]
 
 
 @pytest.mark.ranks(4)
