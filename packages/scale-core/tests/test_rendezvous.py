@@ -305,7 +305,8 @@ def join_job(folder: Path, port: int) -> str:
     os.environ.update({"RANK": str(mine % 2), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     roll_call._SHORT_GRACE = roll_call._LONG_GRACE = 100.0
     try:
-        init_distributed(device="cpu", limit_seconds=240.0)
+        # A rank that comes after the others have failed waits this long for the other one of its job.
+        init_distributed(device="cpu", limit_seconds=60.0)
     except LaunchError as error:
         return str(error)
     return "joined"
