@@ -40,19 +40,6 @@ def test_kept_bytes_between_the_passes_are_those_counted() -> None:
     assert block.up.weight.grad is None
 
 
-class Ignoring(Block):
-    """Gets a tensor that it does not use."""
-
-    def forward(self, x: Tensor, unused: Tensor | None = None) -> Tensor:
-        return super().forward(x)
-
-
-def test_an_unused_input_has_no_gradient_that_takes_memory() -> None:
-    unused = torch.randn(64 * ROWS, WIDTH)
-    memory = measure_memory(Ignoring(), BlockCall((torch.randn(ROWS, WIDTH), unused), {}, [True, True]), CPU)
-    assert X < memory.backward_bytes < 16 * X < unused.nbytes
-
-
 def test_its_time_is_taken_and_leaves_no_gradient() -> None:
     block = Block()
     assert measure_seconds(block, BlockCall((torch.randn(ROWS, WIDTH),), {}, [False]), CPU) > 0
