@@ -117,8 +117,8 @@ def test_each_element_counts_once(param, data, model, expected):
     assert norm_weights(param, param, data, model) == expected
 
 
-def test_second_moments_of_a_piece_count_beside_full_gradients():
-    """As of OSS under DistributedDataParallel: gradients are on all ranks, and Adam's state of a piece on one."""
+def test_second_moments_of_a_piece_count_with_full_gradients():
+    """For example, OSS under DistributedDataParallel: all ranks have gradients, and one has Adam's state of a piece."""
     param, half = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(2))
     set_shard(half, Shard("up.weight", (8,), 0, 2, (Axis(WORLD, Placement.SHARD),)))
     optimizer = Adam([param])

@@ -342,7 +342,7 @@ def test_others_later_hooks_are_refused_until_it_listens_again() -> None:
 
 
 def test_gradients_by_source_rank_are_measured_not_their_sum() -> None:
-    """As of an expert, of which autograd shows the sum over the ranks whose tokens it has computed."""
+    """For example, of an expert. Autograd gives the sum over the ranks whose tokens the expert has computed."""
     ears, (one, other) = Ears(), two()
     mark_averaged(one, Group(0, 2, None, "fake", (0, 1)))
     ears.register_hooks([one, other])

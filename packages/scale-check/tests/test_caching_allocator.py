@@ -94,7 +94,7 @@ def test_an_emptied_cache_gives_back_only_unused_segments() -> None:
 
 def test_blocks_in_use_never_overlap() -> None:
     chance, allocator = random.Random(0), CachingAllocator()
-    in_use: list[Block] = []
+    in_use: list[ReservedBlock] = []
     for _ in range(3000):
         if in_use and chance.random() < 0.5:
             allocator.free(in_use.pop(chance.randrange(len(in_use))))

@@ -53,14 +53,14 @@ def test_blocks_of_equal_memory_have_their_least_time() -> None:
 def visit(
     backward: tuple[int, int] | None = None, inputs: tuple[int, ...] = (), outputs: tuple[int, ...] = ()
 ) -> Visit:
-    """A visit whose forward ends at 100 bytes; its backward starts and ends at those that are given."""
+    """A visit whose forward ends at 100 bytes. The arguments have the bytes at the start and end of its backward."""
     forward = TracedPass(start_bytes=0, peak_bytes=0, end_bytes=100)
     traced = None if backward is None else TracedPass(backward[0], backward[0], backward[1])
     return Visit("block" if outputs else "", 0, forward, traced, inputs=list(inputs), outputs=list(outputs))
 
 
 def test_a_tensor_between_blocks_lives_to_its_last_reader() -> None:
-    """A block reads its inputs; what it returns is read by the code behind it, if by no later block."""
+    """A block reads its inputs. If no later block reads its output, the code after the block does."""
     trace = StepTrace(torch.device("cpu"))
     trace.visits = [visit(), visit(inputs=(1,), outputs=(2,)), visit(), visit(inputs=(2,), outputs=(3,)), visit()]
     trace.producer, trace.sizes = {1: 0, 2: 1, 3: 3}, {1: 10, 2: 20, 3: 30}

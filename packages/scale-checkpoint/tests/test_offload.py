@@ -33,7 +33,7 @@ def test_what_stays_where_it_is() -> None:
 
 
 class Counted(nn.Linear):
-    """Counts how often it is asked for its parameters."""
+    """Counts the calls of `parameters`."""
 
     num_calls = 0
 

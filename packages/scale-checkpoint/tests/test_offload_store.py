@@ -92,7 +92,7 @@ def test_the_backward_fetches_one_ahead_in_reverse_order() -> None:
 
 
 def test_only_a_view_whose_storage_others_need_is_copied() -> None:
-    """Of memory that nobody else gets: the last view takes what was fetched, the others a copy."""
+    """With `alone`, the last view takes the fetched memory, and the views before it get copies."""
     store, base = Store(HostMemory()), torch.arange(6.0)
     packed = [store.pack(base[:3]), store.pack(base[3:])]
     first = packed[0].unpack(alone=True)

@@ -136,12 +136,6 @@ def test_what_was_loaded_is_what_computes():
         assert torch.equal(model(TOKENS), Model(2).eval()(TOKENS)), f"old weights, reshard {reshard}"
 
 
-def test_assign_is_refused():
-    model = fully_shard(nn.Linear(3, 3))
-    with pytest.raises(ValueError, match="local shards"):
-        model.load_state_dict(nn.Linear(3, 3).state_dict(), assign=True)
-
-
 def test_a_half_precision_checkpoint_loads_into_fp32_shards():
     model = sharded(nn.Linear(3, 3), [""])
     half = {name: tensor.half() for name, tensor in nn.Linear(3, 3).state_dict().items()}

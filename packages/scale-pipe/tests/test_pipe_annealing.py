@@ -105,7 +105,7 @@ def test_a_shift_of_several_is_as_long_as_it_may_be(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_move_that_would_change_nothing_is_not_proposed() -> None:
-    """Micro-batches of one stage are in their order: two of them that are swapped are renumbered."""
+    """Micro-batches of a stage keep their order, so that a swap of two of them would be undone."""
     problem, order, swap = problem_of(6), list(range(10)), annealing.SHARE_OF_SEVERAL
     assert annealing._propose_move(problem, order, 0, Given(0.0, swap, 0.0)) is None
     assert annealing._propose_move(problem, order, 4, Given(0.0, swap, 0.0)) == (4, [5, 4])

@@ -284,7 +284,7 @@ def test_a_transformer_layer_is_cut_at_each_of_its_parameters() -> None:
 
 
 class CountedNode:
-    """A node of a graph, and how often it was looked behind."""
+    """A node of a graph, which counts how often `next_functions` was read."""
 
     def __init__(self, *next_nodes: "CountedNode") -> None:
         self.num_visits = 0

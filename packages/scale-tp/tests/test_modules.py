@@ -73,8 +73,8 @@ def _rows(split_input: bool, *, reduce_output: bool = True, group: Group = TWO) 
     return rows
 
 
-def test_one_of_the_summands_of_the_ranks_brings_the_bias() -> None:
-    """The sum of both is the full layer's output; on each rank the bias has the full gradient."""
+def test_only_one_rank_adds_the_bias_to_its_summand() -> None:
+    """The sum of the summands is the full layer's output. On each rank the bias has the full gradient."""
     summands = []
     for rank, features in enumerate((slice(0, 3), slice(3, 5))):
         rows = _rows(False, reduce_output=False, group=Group(rank, 2, None, "fake", (0, 1)))

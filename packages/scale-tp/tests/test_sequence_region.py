@@ -137,8 +137,8 @@ def test_without_dropout_the_random_state_is_not_touched() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_of_several_results_of_the_last_block_one_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first, as of blocks that return a cache, too."""
+def test_only_the_first_result_of_the_last_block_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, of blocks that also return a cache."""
     monkeypatch.setattr(sequence_region, "gather_sequence", lambda part, *_, **__: torch.cat([part, part], 1))
     state = sequence_region._RegionState("blocks", sequence_region.RegionRNG(Group()))
     gather, part = sequence_region._GatherOutput(Group(), state), torch.ones(1, 2, 3)

@@ -80,7 +80,7 @@ def test_an_unknown_option_is_code_2_and_help_is_code_0(capsys):
     assert "--checkpoint-activations" in capsys.readouterr().out
 
 
-def test_a_command_of_its_own_looks_for_no_others(capsys, monkeypatch):
+def test_a_built_in_command_reads_no_entry_points(capsys, monkeypatch):
     monkeypatch.setattr(cli, "installed_commands", lambda: pytest.fail("entry points were read"))
     assert main(["lm", "--help"]) == 0
     assert "--steps" in capsys.readouterr().out

@@ -185,7 +185,7 @@ def test_ranks_that_somebody_else_started_are_joined(monkeypatch):
     ("code", "diverged", "error"),
     [(2, False, InputError), (130, False, Interrupted), (1, True, TrainingDiverged), (1, False, RanksLost)],
 )
-def test_train_raises_the_error_that_the_code_of_a_rank_means(code, diverged, error):
+def test_train_raises_the_error_of_a_rank_s_exit_code(code, diverged, error):
     raised = RankExit(code, "scale-train: no disk", diverged=diverged).to_error()
     assert type(raised) is error and "no disk" in str(raised) and raised.exit_code == code
 

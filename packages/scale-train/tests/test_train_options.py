@@ -152,7 +152,7 @@ def test_the_defaults_make_a_training():
         {"experts": 8, "parallel": "pipe", "stages": 2, "expert_parallel": 2, "data_parallel": "ddp"},
     ],
 )
-def test_experts_without_adascale_may_be_divided_in_these_ways(changes: dict[str, Any]) -> None:
+def test_experts_without_adascale_may_be_divided(changes: dict[str, Any]) -> None:
     check_options(changed(CPU, **changes), 4)
 
 

@@ -30,7 +30,7 @@ _ROUND_LARGE = 2 * _MIB
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class ReservedBlock:
     """A part of a segment.
 
     Attributes:
@@ -46,8 +46,8 @@ class Block:
     num_bytes: int
     pool: tuple[int, bool]
     in_use: bool = False
-    previous: Block | None = field(default=None, repr=False)
-    following: Block | None = field(default=None, repr=False)
+    previous: ReservedBlock | None = field(default=None, repr=False)
+    following: ReservedBlock | None = field(default=None, repr=False)
 
 
 class CachingAllocator:
@@ -66,13 +66,39 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = 0
-        self._free: defaultdict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
+        self._free: defaultdict[tuple[int, bool], list[tuple[int, int, ReservedBlock]]] = defaultdict(list)
         self._next_address = 0
         self._is_changing = False
-        self._to_free: list[Block] = []
+        self._to_free: list[ReservedBlock] = []
 
-    def allocate(self, num_bytes: int, stream: int = 0) -> Block:
+    def allocate(self, num_bytes: int, stream: int = 0) -> ReservedBlock:
         """Returns a block of at least `num_bytes` for a stream."""
+        self._is_changing = True
+        block = self._allocate(num_bytes, stream)
+        self._is_changing = False
+        self._free_waiting()
+        return block
+
+    def free(self, block: ReservedBlock) -> None:
+        """Gives a block back to its stream.
+
+        A garbage collection may end a storage in the middle of an allocation. Then its block is free after that.
+        """
+        assert block.in_use
+        self._to_free.append(block)
+        self._free_waiting()
+
+    def empty_cache(self) -> None:
+        """Gives all segments without a block in use back to the device, as `torch.cuda.empty_cache` does."""
+        self._is_changing = True
+        for free in self._free.values():
+            for entry in [entry for entry in free if entry[2].previous is None and entry[2].following is None]:
+                free.remove(entry)
+                self.reserved_bytes -= entry[0]
+        self._is_changing = False
+        self._free_waiting()
+
+    def _allocate(self, num_bytes: int, stream: int) -> ReservedBlock:
         size = max(-(-num_bytes // _MIN_BLOCK_SIZE), 1) * _MIN_BLOCK_SIZE
         pool = (stream, size <= _SMALL_SIZE)
         free = self._free[pool]
@@ -80,7 +106,9 @@ class CachingAllocator:
         block = free.pop(index)[2] if index < len(free) else self._new_segment(size, pool)
         num_remaining = block.num_bytes - size
         if num_remaining >= _MIN_BLOCK_SIZE and (pool[1] or num_remaining > _SMALL_SIZE):
-            remaining = Block(block.address + size, num_remaining, pool, previous=block, following=block.following)
+            remaining = ReservedBlock(
+                block.address + size, num_remaining, pool, previous=block, following=block.following
+            )
             if remaining.following is not None:
                 remaining.following.previous = remaining
             block.following, block.num_bytes = remaining, size
@@ -95,7 +123,7 @@ class CachingAllocator:
             self._put_back(self._to_free.pop())
             self._is_changing = False
 
-    def _put_back(self, block: Block) -> None:
+    def _put_back(self, block: ReservedBlock) -> None:
         block.in_use = False
         self.allocated_bytes -= block.num_bytes
         for neighbor in (block.previous, block.following):
@@ -104,32 +132,25 @@ class CachingAllocator:
                 block = _merged(*sorted((block, neighbor), key=lambda part: part.address))
         insort(self._free[block.pool], (block.num_bytes, block.address, block))
 
-    def empty_cache(self) -> None:
-        """Gives all segments without a block in use back to the device, as `torch.cuda.empty_cache` does."""
-        for free in self._free.values():
-            for entry in [entry for entry in free if entry[2].previous is None and entry[2].following is None]:
-                free.remove(entry)
-                self.reserved_bytes -= entry[0]
-
-    def _new_segment(self, size: int, pool: tuple[int, bool]) -> Block:
+    def _new_segment(self, size: int, pool: tuple[int, bool]) -> ReservedBlock:
         if pool[1]:
             size = _SMALL_BUFFER
         elif size < _MIN_LARGE_ALLOC:
             size = _LARGE_BUFFER
         else:
             size = -(-size // _ROUND_LARGE) * _ROUND_LARGE
-        block = Block(self._next_address, size, pool)
+        block = ReservedBlock(self._next_address, size, pool)
         self._next_address += size
         self.reserved_bytes += size
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return block
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: ReservedBlock) -> None:
         free = self._free[block.pool]
         del free[bisect_left(free, (block.num_bytes, block.address))]
 
 
-def _merged(first: Block, second: Block) -> Block:
+def _merged(first: ReservedBlock, second: ReservedBlock) -> ReservedBlock:
     first.num_bytes += second.num_bytes
     first.following = second.following
     if second.following is not None:

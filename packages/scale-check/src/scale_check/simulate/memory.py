@@ -45,7 +45,7 @@ class MemoryBlock:
     pinned: bool = False  # Of the host, and ready for asynchronous copies
     released: bool = False  # Its memory was given back while tensors still refer to it
     watch: weakref.ref[torch.UntypedStorage] | None = None  # Tells of its end
-    reserved: Block | None = None  # Its block of the device's caching allocator
+    reserved: ReservedBlock | None = None  # Its block of the device's caching allocator
 
 
 class MemoryItem(NamedTuple):

@@ -52,8 +52,11 @@ def device_mesh(shard: Shard) -> DeviceMesh:
         for root in (compat.root_mesh(dim.mesh) for dim in dims):  # torch keeps the first of equal meshes.
             has_names = len(ranks) == len(groups) and ranks.keys() <= set(root.mesh_dim_names or ())
             if has_names and all(group_of(root.get_group(name)).ranks == ranks[name] for name in names):
-                part: DeviceMesh = root[names]
-                return part
+                try:
+                    part: DeviceMesh = root[names]
+                    return part
+                except (KeyError, RuntimeError):  # torch slices a mesh in the order of its axes alone.
+                    pass
     if len(groups) == 1:
         device = "cuda" if groups[0].backend == "nccl" else "cpu"
         process_group: Any = groups[0].process_group

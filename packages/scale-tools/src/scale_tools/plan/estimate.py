@@ -50,6 +50,8 @@ from scale_train.training.parallel.parallelize_gpt import (
     sharding_of,
 )
 
+_DOES_NOT_RUN = (ValueError, TypeError, RuntimeError)  # NotImplementedError is a RuntimeError.
+
 
 @dataclass(frozen=True)
 class Estimate:
