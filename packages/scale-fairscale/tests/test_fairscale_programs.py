@@ -21,7 +21,13 @@ from fairscale.nn.model_parallel.layers import ColumnParallelLinear, RowParallel
 from fairscale.optim import OSS
 from fairscale.optim.grad_scaler import ShardedGradScaler
 from fairscale.optim.utils import broadcast_object
-from fairscale.utils.containers import pack_kwargs, split_non_tensors, unpack_kwargs, unpack_non_tensors
+from fairscale.utils.containers import (
+    apply_to_tensors,
+    pack_kwargs,
+    split_non_tensors,
+    unpack_kwargs,
+    unpack_non_tensors,
+)
 from fairscale.utils.testing import set_random_seed
 
 
@@ -197,6 +203,17 @@ def test_an_object_that_imitates_a_group_is_taken_for_it() -> None:
     train(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     for trained in (sharded.state_dict(), replicated.state_dict()):
         torch.testing.assert_close(list(trained.values()), list(plain.state_dict().values()))
+
+
+def test_a_packed_sequence_may_be_changed_in_place() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.ones(5, 1, 5), torch.tensor([4]))
+
+    def fill(tensor: torch.Tensor) -> None:
+        tensor.fill_(0)
+
+    halved = apply_to_tensors(torch.Tensor.half, packed)
+    assert halved.data.dtype == torch.half and halved.batch_sizes is packed.batch_sizes
+    assert apply_to_tensors(fill, packed) is packed and packed.data.sum() == 0
 
 
 def test_containers_have_their_older_path() -> None:

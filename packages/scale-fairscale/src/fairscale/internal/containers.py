@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from scale_core.tree import map_tensors
 
 
 def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
     """Returns a container of any kind, sets included, with each tensor replaced by what `fn` makes of it.
+
+    Of a `PackedSequence`, only the data counts, and a function that changes it in place may return None.
 
     >>> apply_to_tensors(lambda tensor: tensor + 1, [{torch.ones(1)}, "as it is"])
     [{tensor([2.])}, 'as it is']
@@ -21,6 +24,9 @@ def apply_to_tensors(fn: Callable[[Tensor], Any], container: Any) -> Any:
         return type(container)(apply_to_tensors(fn, item) for item in container)
     if type(container) is dict:
         return {key: apply_to_tensors(fn, item) for key, item in container.items()}
+    if isinstance(container, PackedSequence):
+        data = fn(container.data)
+        return container if data is None else container._replace(data=data)
     return map_tensors(fn, container)
 
 
