@@ -524,14 +524,14 @@ def without_step_hooks() -> Iterator[None]:
 
     module: Any = optimizer
     hooks = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)
-    kept = [dict(each) for each in hooks]
+    registered = [dict(each) for each in hooks]
     for each in hooks:
         each.clear()
     try:
         yield
     finally:
-        for each, before in zip(hooks, kept, strict=True):
-            each.update(before)
+        for emptied, before in zip(hooks, registered, strict=True):
+            emptied.update(before)
 
 
 @contextmanager

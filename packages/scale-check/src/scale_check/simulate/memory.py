@@ -160,10 +160,10 @@ class MemoryTracker:
         delta = num_bytes - block.num_bytes
         block.num_bytes = num_bytes
         if self.allocator is not None:
-            held, stream = block.reserved, device_streams.current_stream().stream_id
+            old_block, stream = block.reserved, device_streams.current_stream().stream_id
             block.reserved = self.allocator.allocate(num_bytes, stream) if num_bytes else None
-            if held is not None:  # torch copies a storage that changes its size before it frees the old memory.
-                self.allocator.free(held)
+            if old_block is not None:  # torch copies a storage that changes its size before it frees the old memory.
+                self.allocator.free(old_block)
         self._changed.append(block.number)
         self._deltas.append(delta)
         self.current_bytes += delta
