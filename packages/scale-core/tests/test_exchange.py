@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from scale_core.comm.collectives import exchange, exchange_text
 from scale_core.comm.group import Group, group_of
@@ -42,6 +43,19 @@ def test_records_of_different_lengths_are_an_error_and_no_abort() -> None:
         exchange([1] if group.rank == 0 else [1, 2, 3], group, limit_seconds=1.0)
     message = str(caught.value)
     assert message.startswith("exchange with rank ")
+
+
+@pytest.mark.ranks(4)
+def test_no_rank_waits_for_one_that_has_failed_in_an_earlier_round() -> None:
+    """Rank 0 waits for rank 1, which gives up. Rank 3 comes later: it would wait for rank 0, which is elsewhere."""
+    group, store = group_of(), dist.distributed_c10d._get_default_store()
+    exchange([], group)
+    if group.rank == 3:
+        store.wait(["0 has failed"])
+    with pytest.raises(TransferError) as caught:
+        exchange([group.rank] * (2 if group.rank == 1 else 1), group, limit_seconds=1.0 if group.rank == 1 else 30.0)
+    store.set(f"{group.rank} has failed", "")
+    assert group.rank == 1 or "has closed the connection" in str(caught.value)
 
 
 def test_a_record_of_more_than_a_million_integers_is_refused() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -94,7 +95,8 @@ def _make_twin(process_group: dist.ProcessGroup, group: Group, limit_seconds: fl
 # longer than the buffer that waits for it; a unit's tags come from its name.
 UNTAGGED = 0
 LONGEST_RECORD = 1 << 20  # The most integers that ranks tell each other at once
-UNIT_TAGS = range(LONGEST_RECORD + 2, 1 << 31)  # Those that callers may choose from
+_NO_MESSAGE = LONGEST_RECORD + 2  # The tag of a message that nobody sends
+UNIT_TAGS = range(_NO_MESSAGE + 1, 1 << 31)  # Those that callers may choose from
 HOST = torch.device("cpu")
 
 
@@ -117,6 +119,14 @@ def post_messages(
     works = [start_work(peer, partial(host.recv, [part], peer, tag)) for peer, part in targets.items() if part.numel()]
     works += [start_work(peer, partial(host.send, [part], peer, tag)) for peer, part in sources.items() if part.numel()]
     return works
+
+
+def _close_connections(group: Group) -> None:
+    """Closes the connections that messages of this rank take, so that the waits of the other ranks end."""
+    host, nothing = control_group(group), torch.empty(1, dtype=torch.uint8, device=HOST)
+    for peer in set(range(group.size)) - {group.rank}:
+        with suppress(RuntimeError):  # Gloo closes all connections of a group where one wait passes its limit.
+            host.recv([nothing], peer, _NO_MESSAGE).wait(timedelta(milliseconds=1))
 
 
 Op = Literal["sum", "max", "min"]
@@ -381,7 +391,8 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
     """Returns every rank's `record` of n 64-bit integers, by rank: for checks and not for data.
 
     ceil(log2 W) rounds of one small message (Bruck et al., 1997), on the host whatever the group computes on. Ranks
-    whose n differ time out. Under the "fake" backend all ranks are taken to have this rank's record.
+    whose n differ time out. A rank that gets no answer closes its connections, so that no rank waits for its next
+    round. Under the "fake" backend all ranks are taken to have this rank's record.
 
     Raises:
         TransferError: A peer did not answer.
@@ -402,8 +413,12 @@ def exchange(record: Sequence[int], group: Group, *, limit_seconds: float | None
         count = min(have, group.size - have)
         below, above = (group.rank - have) % group.size, (group.rank + have) % group.size
         works = post_messages(group, {above: known[have : have + count]}, {below: known[:count]}, 1 + len(record))
-        for peer, work in works:
-            wait_for("exchange", peer, work, limit_seconds, group.rank)
+        try:
+            for peer, work in works:
+                wait_for("exchange", peer, work, limit_seconds, group.rank)
+        except TransferError:
+            _close_connections(group)
+            raise
         have += count
     return known.roll(group.rank, dims=0).tolist()
 
