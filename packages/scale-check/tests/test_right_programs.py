@@ -133,7 +133,7 @@ def test_policies_have_no_dtypes_in_full_precision() -> None:
 def test_dropout_is_refused_with_its_name() -> None:
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match=r"'1' draws random numbers in its forward, .*such as with Dropout\(p=0\)"):
-        parity(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout()), batches=[torch.ones(2, 2)])
+        parity(lambda: nn.Sequential(nn.Linear(2, 2), nn.Dropout()), ranks=1, batches=[torch.ones(2, 2)])
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -169,6 +169,11 @@ def step_of_two(model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
     loss.backward()
     optimizer.step()
     return loss
+
+
+def test_functions_that_ranks_cannot_find_are_refused_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match=r"parity: new processes cannot find .*: it is a lambda"):
+        parity(lambda: pytest.fail("it ran"), batches=batches(6))
 
 
 def test_two_models_of_one_program_have_their_names() -> None:

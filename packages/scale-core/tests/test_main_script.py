@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,6 +82,16 @@ def test_a_function_that_is_in_no_file_is_refused(call: Callable[..., object], m
     refusal = f"{call.__name__}: new processes cannot find work, which is in no file: .*`from work import work`"
     with pytest.raises(ValueError, match=refusal):
         call(main.work, 2)
+
+
+@pytest.mark.parametrize("call", [launch_local, run_ranks])
+def test_a_function_that_is_not_at_the_top_level_is_refused(call: Callable[..., object]) -> None:
+    def work() -> None:
+        pass
+
+    for function in (work, partial(work), lambda: None):
+        with pytest.raises(ValueError, match=f"{call.__name__}: new processes cannot find .*: it is a lambda or is "):
+            call(function, 2)
 
 
 def test_a_process_that_only_imports_the_program_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from scale_check.batches import converted_batches, part_of
 from scale_check.comparison import ParityVerdict, Report, compare
 from scale_check.recording import Key, Phase, Recorder, Recording
 from scale_check.summary import float_values
+from scale_core.launch.launcher import check_may_start
 from scale_core.testing import run_ranks
 
 _NUM_NOISE_RUNS = 2
@@ -159,7 +160,8 @@ def parity(
     Raises:
         ParityError: They differ. It names step, phase, module or parameter, ranks, index and both values.
         ValueError: The samples don't divide among the ranks; a batch has something else than tensors, numbers and
-            texts; or the model draws random numbers, as dropout does, which are others on each rank.
+            texts; a function is not at the top level of a module; or the model draws random numbers, as dropout does,
+            which are others on each rank.
 
     Example:
         >>> import torch
@@ -169,6 +171,8 @@ def parity(
 
     See also: [the guide to comparing with one process](../guides/check.md).
     """
+    for function in (build, step, wrap, optimizer) if ranks > 1 else ():
+        check_may_start("parity", function)
     checked_batches = converted_batches(batches, dtype, num_parts=ranks if data == "split" else 1)
     program = ParityProgram(build, step, wrap, optimizer, checked_batches, data, dtype, seed)
     plain, rounding = program.measure()

@@ -63,7 +63,8 @@ def launch_local(
         0; or the code of the rank that failed first, 128 + n if it was killed by signal n.
 
     Raises:
-        ValueError: `num_ranks` is below 1, or there are fewer CUDA devices, or `fn` is in no file.
+        ValueError: `num_ranks` is below 1, or there are fewer CUDA devices, or `fn` is in no file or not at the top
+            level of one.
         LaunchError: The main script calls this outside of `if __name__ == "__main__"`.
 
     Examples:
@@ -311,8 +312,13 @@ def check_may_start(call: str, fn: Callable[..., object]) -> None:
         os._exit(UNGUARDED)  # Whoever imports the script may take any exception for one of its own, and go on.
     while isinstance(fn, functools.partial):
         fn = fn.func
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    if "<lambda>" in name or "<locals>" in name:
+        raise ValueError(
+            f"{call}: new processes cannot find {name}: it is a lambda or is defined inside of a function. Write it as "
+            "a function at the top level of a module"
+        )
     if getattr(fn, "__module__", None) == "__main__" and not _has_file(sys.modules["__main__"]):
-        name = getattr(fn, "__qualname__", type(fn).__name__)
         raise ValueError(
             f"{call}: new processes cannot find {name}, which is in no file: it was typed in, or given to `python -c`, "
             f"standard input or a notebook. Write it to a file beside this, work.py, and `from work import {name}`"

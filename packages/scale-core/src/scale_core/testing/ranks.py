@@ -116,7 +116,7 @@ def run_ranks(
         RankError: A rank died without a result (the error names the signal), or its exception can't be pickled; or the
             main script calls this outside of `if __name__ == "__main__"`.
         TimeoutError: The limit passed; the error shows the stack of every rank that was still running.
-        ValueError: `num_ranks` is below 1, or `fn` is in no file, as one of a notebook.
+        ValueError: `num_ranks` is below 1, or `fn` is in no file, as one of a notebook, or not at the top level of one.
 
     Example:
         >>> from operator import add
