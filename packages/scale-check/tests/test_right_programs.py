@@ -57,12 +57,53 @@ def fsdp2_in_bfloat16(model: nn.Module) -> nn.Module:
     return fully_shard(model, mp_policy=policy)
 
 
+class SumsInFloat32(nn.Module):
+    """A layer that computes in float32 whatever the model is in, as many norms and rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 40))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.float() @ self.weight.float()).to(x)
+
+
+def layer_in_float32() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), SumsInFloat32(), nn.Tanh(), nn.Linear(40, 4))
+
+
+class LossesOfTwo(nn.Module):
+    """Two losses in one tensor, each a mean over the samples, as a quantizer with several codebooks returns them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([layer(x).square().mean() for layer in self.layers])
+
+
+def step_of_summed_outputs(model: nn.Module, optimizer: Any, batch: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(batch).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 MICRO_BATCHES = list(zip(batches(6), batches(6)[::-1], strict=True))
 PROGRAMS: dict[str, dict[str, Any]] = {
     "DDP": {"build": mlp, "wrap": ddp, "batches": batches(6)},
     "FSDP2": {"build": mlp, "wrap": fsdp2, "batches": batches(6), "optimizer": adamw},
     "by hand": {"build": mlp, "wrap": averaging, "batches": batches(6)},
     "float32": {"build": mlp, "wrap": ddp, "batches": batches(6), "dtype": None, "optimizer": adamw},
+    "a layer in float32": {"build": layer_in_float32, "wrap": ddp, "batches": batches(6)},
+    "two losses in one tensor": {
+        "build": LossesOfTwo,
+        "step": step_of_summed_outputs,
+        "wrap": ddp,
+        "batches": batches(6),
+    },
     "autocast": {"build": mlp, "step": autocast_step, "wrap": ddp, "batches": batches(6), "dtype": None},
     "FSDP2 in bfloat16": {
         "build": mlp,

@@ -375,10 +375,13 @@ def _compare_one(
         )
     of_ranks = [_difference(key, expected, tensor, (rank,), noise) for rank, tensor in by_rank.items()]
     worst = max(of_ranks, key=lambda comparison: comparison.ratio)
-    if key.phase is Phase.OUTPUT_GRADIENT and worst.ratio > BUG_RATIO:
-        # An output that all samples share, such as an embedding of positions: each rank has a summand of its gradient.
-        of_total = _difference(key, expected, total(list(by_rank.values())), tuple(by_rank), noise)
-        worst = min(worst, of_total, key=lambda comparison: comparison.ratio)
+    if key.phase in (Phase.OUTPUT, Phase.OUTPUT_GRADIENT) and worst.ratio > BUG_RATIO:
+        # Several losses at once are means over the samples of a rank, or sums. Of the gradient of what all samples
+        # share, such as an embedding of positions, each rank has a summand.
+        of_all = total(parts)
+        for summed in (of_all, scaled(of_all, 1 / len(parts))) if key.phase is Phase.OUTPUT else (of_all,):
+            of_total = _difference(key, expected, summed, tuple(by_rank), noise)
+            worst = min(worst, of_total, key=lambda comparison: comparison.ratio)
     return worst
 
 

@@ -75,14 +75,16 @@ class ParityProgram:
     seed: int
 
     @noise.full_precision()
-    def run(self, wrap: Wrap | None, rank: int, num_ranks: int, perturbation: int = 0) -> Recording:
+    def run(
+        self, wrap: Wrap | None, rank: int, num_ranks: int, perturbation: int = 0, cast_eps: float = 0.0
+    ) -> Recording:
         """Trains in this process, and returns what was computed."""
         torch.manual_seed(self.seed)
         model = self.build()
         if self.dtype is not None:
             model = model.to(self.dtype)
         if perturbation:
-            noise.perturb(model, perturbation)
+            noise.perturb(model, perturbation, cast_eps)
         wrapped = model if wrap is None else wrap(model)
         model, optimizer = wrapped if isinstance(wrapped, tuple) else (wrapped, self.optimizer(wrapped.parameters()))
         recorder = Recorder()
@@ -113,8 +115,9 @@ class ParityProgram:
         with torch.random.fork_rng(devices=[]):
             plain = self.run(None, 0, 1)
             _check_draws_nothing(plain)
-            _check_repeats(plain, self.run(None, 0, 1))
-            perturbed = [self.run(None, 0, 1, number + 1) for number in range(_NUM_NOISE_RUNS)]
+            with noise.CastRecorder() as casts:
+                _check_repeats(plain, self.run(None, 0, 1))
+            perturbed = [self.run(None, 0, 1, number + 1, casts.eps) for number in range(_NUM_NOISE_RUNS)]
         return plain, noise.measure(plain, perturbed)
 
 

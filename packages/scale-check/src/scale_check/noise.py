@@ -4,7 +4,8 @@ The program runs again with weights that are one unit of the last place larger o
 is what the rounding of one operation becomes in the rest of the program, however often it is multiplied on its way.
 
 Mixed precision is off meanwhile. Its casts hide such a change of float32 weights, and their rounding is as large as a
-bug.
+bug. Casts that a model makes itself stay, as the float32 of a norm in a model of float64: then weights change by a unit
+of the last place of the dtype that it casts to.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scale_check.recording import Key, Recording
 from scale_check.summary import Recorded, float_values
@@ -51,15 +53,41 @@ def full_precision() -> Iterator[None]:
         MixedPrecisionPolicy.__init__ = policy_init  # type: ignore[method-assign]
 
 
+class CastRecorder(TorchDispatchMode):
+    """A context that finds the least precise dtype to which a program casts tensors of a more precise one.
+
+    Attributes:
+        eps: The relative rounding of this dtype; 0 if no cast loses precision.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.eps = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _CASTS:
+            source = args[_CASTS[func]]
+            if source.is_floating_point() and result.is_floating_point():
+                eps = torch.finfo(result.dtype).eps
+                if eps > torch.finfo(source.dtype).eps:
+                    self.eps = max(self.eps, eps)
+        return result
+
+
+# Operators that convert, and the place of what they convert among their arguments.
+_CASTS = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+
+
 @torch.no_grad()
-def perturb(model: nn.Module, seed: int) -> None:
-    """Changes each weight by one unit of its last place, up or down by a seed."""
+def perturb(model: nn.Module, seed: int, cast_eps: float = 0.0) -> None:
+    """Changes each weight by a unit of its last place or by `cast_eps` of it, if that is more; up or down by a seed."""
     drawn = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         if param.is_floating_point():
             local: Tensor = param.to_local() if hasattr(param, "to_local") else param  # One process has all of it.
             signs = torch.randint(0, 2, local.shape, generator=drawn).to(local) * 2 - 1
-            local.add_(local * torch.finfo(local.dtype).eps * signs)
+            local.add_(local * max(torch.finfo(local.dtype).eps, cast_eps) * signs)
 
 
 def measure(plain: Recording, others: Sequence[Recording]) -> Mapping[Key, float]:
