@@ -6,7 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,8 +18,9 @@ from torch.optim import SGD, AdamW, Optimizer
 import scale_snapshot
 from scale_check.exact import gather_values
 from scale_check.simulate import simulate
-from scale_core.comm.group import group_of
+from scale_core.comm.group import Group, group_of
 from scale_core.errors import ContractError
+from scale_core.shard import register_stages
 from scale_core.testing import run_ranks
 from scale_oss import LocalSGD, LocalSGDOptions, OuterStep
 
@@ -359,6 +360,21 @@ def test_numbers_of_steps_that_make_no_sense_are_refused(options: dict[str, Any]
 def test_options_that_make_no_sense_are_refused(kind: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(**options)
+
+
+class Pipeline:
+    """A pipeline over two ranks, with this one's stage."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        self.group, self.named_parameters = Group(0, 2, None, "fake", (0, 1)), stage.named_parameters
+
+
+def test_stages_of_a_pipeline_are_not_averaged() -> None:
+    stage = nn.Linear(2, 2)
+    pipeline = Pipeline(stage)
+    register_stages(cast(Any, pipeline))
+    with pytest.raises(ValueError, match=r"^LocalSGD: 'weight' is a parameter of a pipeline's stage"):
+        LocalSGD(stage, SGD(stage.parameters(), lr=0.1), sync_every=2, process_group=pipeline.group)
 
 
 def test_parameters_that_are_not_the_models_are_refused() -> None:

@@ -270,6 +270,18 @@ def test_odd_parameters_train_as_under_ddp() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_all_ranks_take_the_buffers_of_the_first() -> None:
+    model = nn.BatchNorm1d(6)
+    wrapped, _ = sharded(model, broadcast_buffers=False)
+    model(data(group_of().rank))
+    mean, number = gather_values((model.running_mean, model.num_batches_tracked))[0]
+    assert group_of().rank == 0 or not torch.equal(model.running_mean, mean)
+    model.num_batches_tracked += group_of().rank
+    wrapped.sync_buffers()
+    assert torch.equal(model.running_mean, mean) and torch.equal(model.num_batches_tracked, number)
+
+
+@pytest.mark.ranks(2)
 def test_a_rank_without_gradients_counts_as_zeros_in_reduce() -> None:
     """A rank without any gradient counts as zeros in `reduce()`, too."""
     torch.manual_seed(0)

@@ -268,7 +268,6 @@ class Bucket:
         part unrounded as `master`. Without `updates_all` parameters have changed that have a gradient.
         """
         with as_local():
-            self.wait()
             self.needs_gather = False
             self._wire_dtype = wire_dtype or self.dtype
             # Or rounds no longer: all of them change.
