@@ -246,6 +246,17 @@ PARTS_OF_A_BATCH = DDP.replace("DistributedSampler(data)", "None").replace(
     """    for x, y in loader:
         x, y = (tensor.chunk(dist.get_world_size())[dist.get_rank()] for tensor in (x, y))""",
 )
+# Its weights are float32, and it computes in bfloat16 without autocast.
+CASTING = DDP.replace(
+    "net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))",
+    """
+class CastedLinear(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16()).float()
+
+net = nn.Sequential(CastedLinear(8, 64), nn.ReLU(), nn.Dropout(0.1), CastedLinear(64, 3))
+""",
+)
 LEARNING_RATE_OF_THE_RANKS = DDP.replace("lr=1e-2", "lr=1e-2 * dist.get_world_size()")
 
 
@@ -261,6 +272,7 @@ SCRIPTS = {
     "large_fsdp2": LARGE_FSDP2,
     "local_norms": LOCAL_NORMS,
     "parts": PARTS_OF_A_BATCH,
+    "casting": CASTING,
     "learning_rate": LEARNING_RATE_OF_THE_RANKS,
 }
 
@@ -288,6 +300,7 @@ def test_right_scripts_are_found_right(script: str, capsys: pytest.CaptureFixtur
         (["ddp.py", "not averaged"], "step 1: gradient of "),
         (["fsdp2.py", "bn"], "step 1: output of 1 differs on ranks 0, 1"),
         (["ddp.py", "frozen", "clipped"], "step 1: gradient before clipping of 3.bias differs on rank 1"),
+        (["casting.py", "frozen"], "step 1: gradient of 3.bias differs on rank 1"),
         (["divided.py", "wrong"], "step 1: gradient before clipping of "),
         (["divided_loader.py", "wrong"], "step 1: gradient of "),
         (["lengths.py", "other loss"], "step 1: output of the model"),

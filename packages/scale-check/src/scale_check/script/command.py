@@ -1,5 +1,8 @@
 """`scale-check run script.py`: on several ranks, on one, and once more on one for its rounding; then compared.
 
+Where something differs, the one process runs once more, to see whether the script casts to less precise dtypes itself.
+If it does, that rounding is measured, too.
+
 Each rank has a `ForkServer`, and the servers of the first two ranks also run the script in one process. Recordings
 have sums of large tensors. If such a tensor is the first that differs, the script runs once more and keeps all of this
 tensor, so that the report has an index and two values.
@@ -94,6 +97,15 @@ class _Runner:
             ]
             return [run.result()[0].recording for run in runs]
 
+    def run_with_noise_of_casts(self, task: ScriptTask, folder: Path) -> Recording | None:
+        """Runs the script in one process with weights changed by the rounding of its casts; None without such casts."""
+        folder.mkdir()
+        (found,) = self.run([replace(task, finds_casts=True)], folder / "casts")
+        if not found.cast_eps:
+            return None
+        (perturbed,) = self.run([replace(task, perturbation=1, cast_eps=found.cast_eps)], folder / "noise")
+        return perturbed.recording
+
     def run(self, tasks: Sequence[ScriptTask], folder: Path, *, first_server: int = 0) -> list[ScriptResult]:
         """Runs the script on a rank for each task, as torchrun does; returns what each has recorded."""
         folder.mkdir()
@@ -138,14 +150,21 @@ def _compare_runs(task: ScriptTask, runner: _Runner, folder: Path) -> Report:
     except SamplesError as error:
         raise ScriptError(f"{script}: {error}") from error
     recordings = [result.recording for result in ranks]
-    alone = replace(task, num_forwards=recordings[0].num_forwards.get(1, 0))
-    plain, perturbed = runner.run_alone(replace(alone, samples=samples), folder / "one")
+    alone = replace(task, samples=samples, num_forwards=recordings[0].num_forwards.get(1, 0))
+    joined_calls = 1
+    plain, perturbed = runner.run_alone(alone, folder / "one")
     if not plain.num_steps:  # It makes more forwards in its first step: the micro-batches of all ranks, it seems.
-        in_turn = replace(task, samples=Samples.in_turn(samples_of_ranks))
-        runs = runner.run_alone(in_turn, folder / "one in turn")
-        plain, perturbed = (with_joined_calls(recording, num_ranks, task.whole) for recording in runs)
+        alone = replace(task, samples=Samples.in_turn(samples_of_ranks))
+        joined_calls = num_ranks
+        runs = runner.run_alone(alone, folder / "one in turn")
+        plain, perturbed = (with_joined_calls(recording, joined_calls, task.whole) for recording in runs)
     _check_same_course(script, plain, recordings)
     report = compare(plain, recordings, noise.measure(plain, [perturbed]))
+    if report.first is not None:  # Casts of the script itself may have hidden the change of its weights.
+        of_casts = runner.run_with_noise_of_casts(alone, folder / "casts")
+        if of_casts is not None:
+            of_casts = with_joined_calls(of_casts, joined_calls, task.whole) if joined_calls > 1 else of_casts
+            report = compare(plain, recordings, noise.measure(plain, [perturbed, of_casts]))
     if report.first is not None and report.first.phase != Phase.START.value and plain.draws_of_loop:
         raise ScriptError(
             f"{script}: {report.first}. But the script draws random numbers between its DataLoader and its model, "

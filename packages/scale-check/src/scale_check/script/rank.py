@@ -8,7 +8,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from scale_check.noise import full_precision, perturb
+from scale_check.noise import CastRecorder, full_precision, perturb
 from scale_check.recording import Key, Recorder, Recording
 from scale_check.script import pickles
 from scale_check.script.data import OutOfSamples, Samples, keeping, replaying
@@ -43,6 +43,8 @@ class ScriptTask:
         samples: What the one process gets; None on ranks, which keep theirs.
         num_forwards: Of the model in the first step on each rank. A process that begins another one is ended there.
         perturbation: A seed by which the weights are changed in their last place; 0 for none.
+        cast_eps: By how much of themselves they are changed at least.
+        finds_casts: Whether the precision is looked for that casts of the script lose.
         whole: The keys of large tensors that are kept as they are; of others only sums are kept.
         result: Where to write the `ScriptResult`.
     """
@@ -55,14 +57,17 @@ class ScriptTask:
     result: Path
     whole: frozenset[Key] = frozenset()
     num_forwards: int | None = None
+    cast_eps: float = 0.0
+    finds_casts: bool = False
 
 
 @dataclass(frozen=True)
 class ScriptResult:
-    """What a process has recorded."""
+    """What a process has recorded; `cast_eps` as in `CastRecorder`, if it was looked for."""
 
     recording: Recording
     samples: Samples
+    cast_eps: float
 
 
 class ScriptRecorder(Recorder):
@@ -84,7 +89,7 @@ class ScriptRecorder(Recorder):
         is_outermost = is_outermost and any(param.requires_grad for param in module.parameters())
         if is_outermost and self._task.perturbation and module not in self._perturbed:
             self._perturbed.add(module)
-            perturb(module, self._task.perturbation)
+            perturb(module, self._task.perturbation, self._task.cast_eps)
         if is_outermost and self._states_of_batch is not None:
             self.recording.draws_of_loop |= self._states_of_batch != generator_states()
             self._states_of_batch = None
@@ -219,7 +224,9 @@ def run_task(task: ScriptTask) -> int:
     before_batch = recorder.before_batch
     loaders = keeping(samples, before_batch) if task.samples is None else replaying(task.samples, before_batch)
     exact = exact_norms(recorder.add_before_clipping)
-    with recorder.hooks(), loaders, without_dropout(), full_precision(), exact:
+    casts = CastRecorder()
+    finding = casts if task.finds_casts else nullcontext()
+    with recorder.hooks(), loaders, without_dropout(), full_precision(), exact, finding:
         try:
             if task.is_module:
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -237,7 +244,7 @@ def run_task(task: ScriptTask) -> int:
             code = 1
     if not code:
         try:
-            task.result.write_bytes(pickles.dumps(ScriptResult(recorder.recording, samples)))
+            task.result.write_bytes(pickles.dumps(ScriptResult(recorder.recording, samples, casts.eps)))
         except Exception as error:  # Each class has its own.
             print(
                 f"the samples can't be kept: {error}: give tensors, lists and dicts, and no class of the script itself"
