@@ -122,7 +122,11 @@ def save_snapshot(
 def write_state(
     directory: str | os.PathLike[str], step: int, state: Callable[[], State], group: Group, extra: Any
 ) -> Path:
-    """`save_snapshot` of the result of `state`; its exception on one rank is an error on all, as any other."""
+    """Writes the result of `state`, as `save_snapshot`; if `state` raises on one rank, all ranks raise.
+
+    DCP's `planner.create_local_plan` is `LocalPlan`, its `create_global_plan` is `GlobalPlan`, and its
+    `StorageWriter.write_data` is `write_part`.
+    """
     _check_arguments(group, "save_snapshot", directory=os.fspath(directory), step=step)
     snapshot_path = Path(directory) / f"step-{step:08d}"
     save = ""

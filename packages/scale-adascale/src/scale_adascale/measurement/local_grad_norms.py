@@ -262,7 +262,7 @@ class LocalGradNorms:
                     "scale_checkpoint.checkpoint_wrapper(module)"
                 )
             self._begin_pass()
-            register_post_backward(self._end_pass, self._fail_pass)
+            register_post_backward(self._end_pass, self._on_backward_failed)
         return sample
 
     def _count(self, index: int, grad: Tensor) -> None:
@@ -297,7 +297,7 @@ class LocalGradNorms:
 
     def _end_pass(self) -> None:
         # A reducer of gradients has queued its own end by now, but may have done so after this one.
-        register_post_backward(self._finish_pass, self._fail_pass)
+        register_post_backward(self._finish_pass, self._on_backward_failed)
 
     def drop_pass(self) -> None:
         for accumulator in self._of_pass.values():
@@ -315,7 +315,7 @@ class LocalGradNorms:
             self._check_samples()
             self._check_sources()
         except RuntimeError:
-            self._fail_pass()
+            self._on_backward_failed()
             raise
         self.in_backward, self.step = False, None
         with as_local():
@@ -339,7 +339,7 @@ class LocalGradNorms:
                 "call optimizer.unhook()"
             )
 
-    def _fail_pass(self) -> None:
+    def _on_backward_failed(self) -> None:
         self.in_backward, self.step = False, None
         self.failed = self.left_partial_grads = True
 

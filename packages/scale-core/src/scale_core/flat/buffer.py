@@ -271,7 +271,7 @@ class FlatBuffer(FlatStorage):
         return self.transport.traits.reduces_in_halves or self.devices.reduced != self.compute_device
 
     def reduce(self, tag: int = UNTAGGED) -> None:
-        """Starts to average the local gradients over the ranks in `reduce_dtype`; missing ones count as zeros."""
+        """Starts the reduce-scatter of the local gradients in `reduce_dtype`; missing gradients count as zeros."""
         # So does all of it on a rank that has run out of data (see `join`).
         share = uneven_inputs.active_share
         if share is not None and not share.weight:

@@ -395,8 +395,8 @@ class Root(UnitContext):
         if self.in_backward and not in_backward():
             self.abort(RuntimeError("the backward pass before this one did not come to its end"))
 
-    def fail(self) -> None:
-        """Autograd has dropped the backward pass that ran, and raises its error to the user."""
+    def on_backward_failed(self) -> None:
+        """An error in backward: autograd raises it to the user, and this rank aborts the pass on all ranks."""
         if self.in_backward and not in_autograds_thread():  # There `recover` aborts it, before the next pass.
             last = self.contract.history.last_event
             where = f" after the {last}" if last is not None else ""

@@ -337,7 +337,7 @@ def _begin_backward(root: Root) -> None:
     """The first hook of a backward pass."""
     _follow_trainable(root.buffers, root.units)  # Parameters frozen since the forward get no gradient any more.
     root.begin_backward()
-    register_post_backward(functools.partial(finalize_backward, root), root.fail)
+    register_post_backward(functools.partial(finalize_backward, root), root.on_backward_failed)
 
 
 def _post_failed_forward(unit: Unit, root: Root, error: BaseException) -> None:

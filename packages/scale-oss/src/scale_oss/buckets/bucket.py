@@ -158,6 +158,7 @@ class Bucket:
 
     @property
     def optimizer_params(self) -> list[nn.Parameter]:
+        """The pieces that this rank's optimizer sees, one for each parameter that it has a part of."""
         return [placement.optimizer_param for placement in self.placements if placement.optimizer_param is not None]
 
     # Gradients. The averaged one of a parameter is the `grad` of its piece, which is empty where other ranks have all.
@@ -181,7 +182,7 @@ class Bucket:
                 piece.grad = None if grad is None else part_of_gradient(grad, piece, span)
 
     def reduce(self, tag: int, wire_dtype: torch.dtype | None = None) -> None:
-        """Starts to average the packed gradients, sent in `wire_dtype`; parameters without one count as zeros."""
+        """Starts the reduce-scatter of the packed gradients, in `wire_dtype`; parameters without one count as zeros."""
         with as_local():
             share = uneven_inputs.active_share
             if share is not None and not share.weight:

@@ -154,7 +154,7 @@ def write_part(
     at_stage: Callable[[str, Path], None],
     progress: Callable[[int], None],
 ) -> WriteResult:
-    """Writes this rank's chunks into its own file, one tensor at a time; calls `at_stage` for each."""
+    """Writes this rank's chunks into its own file, one tensor at a time, as DCP's `StorageWriter.write_data`."""
     if not unfinished.is_dir():
         raise FileNotFoundError(f"{unfinished} can't be seen from this rank: all ranks must share the directory")
     plan = own.planner.finish_plan(plan)

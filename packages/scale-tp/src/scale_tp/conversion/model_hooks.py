@@ -152,10 +152,10 @@ class FailedPass(ForEachShardHook):
     def _begin_backward(self) -> None:
         if self._backward != graph_task_id():
             self._backward = graph_task_id()
-            register_post_backward(lambda: None, self._fail_backward)
+            register_post_backward(lambda: None, self._on_backward_failed)
 
-    def _fail_backward(self) -> None:
-        """Autograd gives the error to nobody but the caller of the backward."""
+    def _on_backward_failed(self) -> None:
+        """An error in backward, which autograd raises to the caller only: tells the other ranks of it."""
         self._is_failed = in_autograds_thread()
         if self._is_failed:
             return  # The next call tells the others.
