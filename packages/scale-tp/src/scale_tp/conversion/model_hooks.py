@@ -131,7 +131,7 @@ class FailedPass(ForEachShardHook):
             return
         if self._is_failed:
             self._is_failed = False
-            self._fail_backward()
+            self._on_backward_failed()
         if output is not None:
             if torch.is_grad_enabled():
                 before_backward(output, self._begin_backward)
