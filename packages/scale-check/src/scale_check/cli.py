@@ -15,30 +15,40 @@ from contextlib import redirect_stdout
 
 from scale_check.comparison import ParityVerdict
 
+_DESCRIPTION = "Tell if a difference between several ranks and one process is a bug or rounding."
+_EXIT_CODES = "Exit codes: 0 the ranks compute what one process does, 1 they don't, 2 the script failed."
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    parser = argparse.ArgumentParser(prog="scale-check", description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(prog="scale-check", description=_DESCRIPTION, epilog=_EXIT_CODES)
     commands = parser.add_subparsers(dest="command", required=True)
     run_parser = commands.add_parser(
         "run",
-        help="run a training script on several ranks and on one, and name the first module that differs",
+        help="run a training script on several ranks and in one process, and name the first tensor that differs",
         usage="scale-check run [--ranks N] [--steps N] [--limit-seconds S] [--json] [-m] script.py [its arguments]",
     )
-    run_parser.add_argument("--ranks", type=int, default=2, help="how many ranks (2)")
-    run_parser.add_argument("--steps", type=int, default=3, help="how many steps of the optimizer are compared (3)")
-    run_parser.add_argument("--limit-seconds", type=float, default=600.0, help="for each of the three runs (600)")
+    run_parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
+    run_parser.add_argument("--steps", type=int, default=3, help="number of optimizer steps to compare (3)")
+    run_parser.add_argument("--limit-seconds", type=float, default=600.0, help="time limit of each run (600)")
     run_parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    run_parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name")
+    run_parser.add_argument("-m", dest="is_module", action="store_true", help="the script is a module, as in python -m")
     run_parser.add_argument("script", help="the training script, unchanged")
     run_parser.add_argument("rest", nargs=argparse.REMAINDER, help="its arguments")
-    fuzz_parser = commands.add_parser("fuzz", help="draw random programs, and compare a library with one process")
-    fuzz_parser.add_argument("--engine", required=True, help="the library: ddp, fsdp2, ..., or module:Class")
-    fuzz_parser.add_argument("--programs", type=int, default=50, help="how many programs (50)")
-    fuzz_parser.add_argument("--seed", type=int, default=0, help="of the first program (0)")
-    fuzz_parser.add_argument("--ranks", type=int, default=2, help="how many ranks (2)")
-    fuzz_parser.add_argument("--no-shrink", action="store_true", help="print programs as they were drawn")
-    fuzz_parser.add_argument("--json", action="store_true", help="print a line of JSON for each finding")
+    fuzz_parser = commands.add_parser(
+        "fuzz", help="draw random trainings, run each with a library on several ranks and in one process, and compare"
+    )
+    fuzz_parser.add_argument(
+        "--engine",
+        required=True,
+        help="the library: ddp, zero1, fsdp2, accelerate, deepspeed1, deepspeed2, deepspeed3, scale-fsdp, scale-oss, "
+        "or module:Class",
+    )
+    fuzz_parser.add_argument("--programs", type=int, default=50, help="number of programs (50)")
+    fuzz_parser.add_argument("--seed", type=int, default=0, help="seed of the first program (0)")
+    fuzz_parser.add_argument("--ranks", type=int, default=2, help="number of ranks (2)")
+    fuzz_parser.add_argument("--no-shrink", action="store_true", help="do not make failing programs smaller")
+    fuzz_parser.add_argument("--json", action="store_true", help="print one line of JSON per finding")
     options = parser.parse_args(arguments)
     if options.ranks < 2:
         parser.error("expected --ranks of at least 2")

@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """Say whether training on several ranks works here: versions, devices, a step on two ranks, memory and links.
+    """Test if training on several ranks works here: versions, devices, a step on two ranks, memory and links.
 
-    Under torchrun it tests the ranks that were started, on all machines; else it starts two.
+    Under torchrun it tests the ranks that torchrun started, on all machines. Otherwise it starts two ranks.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -11,37 +11,37 @@ from tyro.conf import subcommand
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """Draw a schedule: a row for each rank, time from left to right, and the share of it in which ranks wait."""
+    """Draw a schedule: one row per rank, time from left to right, and the share of time in which ranks wait."""
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v; or a file that
-    Schedule.save has written; or, with --measure, solve."""
+    """gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v. With
+    --measure also solve. Or a file that Schedule.save has written."""
     ranks: int = 2
     """Ranks of the pipeline."""
     stages: int | None = None
-    """Parts that the model is cut into; by default what the schedule is made for."""
+    """Number of stages; by default the schedule's number for these ranks."""
     chunks: int = 8
-    """Micro-batches that a batch is cut into."""
+    """Number of micro-batches."""
     measure: bool = False
-    """Run it on so many ranks of this machine, with a small model of equal stages, and draw that below the plan."""
+    """Also run it on this machine, with a small model of equal stages, and draw the result below the plan."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """What --measure runs on."""
+    """Device that --measure runs on."""
     width: int | None = None
-    """Columns of the drawing; by default the columns of the terminal."""
+    """Columns of the drawing; by default those that the terminal has."""
     svg: Path | None = None
-    """Draw into this file, too."""
+    """Also draw into this file."""
     json: bool = False
     """Print one JSON object."""
 
 
 @dataclass(frozen=True)
 class ListOptions:
-    """List the schedules for a number of ranks and micro-batches: how long ranks wait, and how much each keeps."""
+    """List the schedules for a number of ranks and micro-batches: how long ranks wait, and the live micro-batches."""
 
     ranks: int = 4
     """Ranks of the pipeline."""
     chunks: int = 8
-    """Micro-batches that a batch is cut into."""
+    """Number of micro-batches."""
     json: bool = False
     """Print one JSON object."""
 

@@ -11,7 +11,7 @@ from tyro.conf import Positional, subcommand
 
 @dataclass(frozen=True)
 class LsOptions:
-    """List the snapshots of a run or a folder: step, size, ranks, age, and if one is damaged, newer or unfinished."""
+    """List the snapshots of a run or a folder: step, size, ranks, age; damaged, newer and unfinished ones."""
 
     path: Positional[Path]
     """A run's folder, a folder of snapshots, or one snapshot."""
@@ -21,7 +21,7 @@ class LsOptions:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Read every byte of snapshots and compare it with the checksums that were taken when it was written."""
+    """Read every byte of snapshots, and compare it with the checksums from the time of writing."""
 
     path: Positional[Path]
     """A run's folder, a folder of snapshots (all of them are verified), or one snapshot."""
@@ -34,17 +34,17 @@ class DiffOptions:
     """Compare two checkpoints of any format: keys, shapes, dtypes, and values tensor by tensor."""
 
     a: Positional[Path]
-    """A snapshot, or any checkpoint that convert reads; of a folder of snapshots the newest."""
+    """A snapshot, or any checkpoint that convert reads. Of a folder of snapshots it takes the newest."""
     b: Positional[Path]
-    """The other."""
+    """The other checkpoint."""
     atol: float = 0.0
-    """Numbers that differ by this much at most are equal; with 0, tensors must be equal to the bit."""
+    """Largest difference of equal numbers (0: equal to the bit)."""
     map: tuple[str, ...] = ()
     """OLD=NEW: names in A that begin with OLD begin with NEW."""
     skip: tuple[str, ...] = ()
-    """What to leave out of both."""
+    """Paths to leave out of both, for example optimizer."""
     trust: bool = False
-    """Unpickle objects of any class, which may run any code that a file says."""
+    """Unpickle objects of any class. Use it only for files that you trust, because unpickling may run code in them."""
     json: bool = False
     """Print one JSON object."""
 
@@ -54,13 +54,13 @@ class ConsolidateOptions:
     """Write the full weights of a snapshot's model, under their plain names, as safetensors."""
 
     source: Positional[Path]
-    """A snapshot, or a folder of snapshots, of which the newest is taken."""
+    """A snapshot, or a folder of snapshots. Of a folder it takes the newest."""
     destination: Positional[Path]
-    """What to write: a file that ends in .safetensors, or else a folder."""
+    """File that ends in .safetensors, or folder, to write."""
     model: str | None = None
-    """The name under which the model was saved, if it is not model."""
+    """Name of the model in the snapshot, if it is not model."""
     max_file_size: str = "5GB"
-    """Of the files in a folder; above it there are several, with an index."""
+    """Largest size of one file. If the weights are larger, there are several files, with an index."""
     json: bool = False
     """Print one JSON object."""
 
@@ -73,23 +73,23 @@ class ConvertOptions:
     """A file of torch.save, a folder of torch.distributed.checkpoint, a safetensors file, a folder of Hugging Face, the
     files that FairScale or FSDP wrote on each rank (one of them, or their folder), or a snapshot."""
     destination: Positional[Path]
-    """What to write. A snapshot is written into it as step-N."""
+    """File or folder to write. A snapshot is written into it as step-N."""
     to: Literal["snapshot", "safetensors", "dcp"] = "snapshot"
     """The format to write."""
     step: int | None = None
-    """The training step of the snapshot, if it is not what the source says, or 0."""
+    """Training step of the snapshot; by default the step in the source, otherwise 0."""
     map: tuple[str, ...] = ()
-    """OLD=NEW: names of parameters that begin with OLD begin with NEW; "module.=" takes off what DDP puts before."""
+    """OLD=NEW: names of parameters that begin with OLD begin with NEW. "module.=" removes the prefix of DDP."""
     skip: tuple[str, ...] = ()
-    """What to leave out, by its path in the source, such as optimizer or args."""
+    """Paths in the source to leave out, for example optimizer or args."""
     model: str | None = None
-    """The key of the model's weights in the source, if it is none of the usual ones."""
+    """The key of the model's weights in the source, if it is not one of the usual keys."""
     model_only: bool = False
-    """With --to safetensors or dcp: the model alone, under the names of its plain state_dict()."""
+    """With --to safetensors or dcp: write only the model, with the names of its plain state_dict()."""
     max_file_size: str = "5GB"
-    """With --to safetensors: the size of a file above which there are several, with an index."""
+    """With --to safetensors: largest size of one file. Larger weights become several files, with an index."""
     trust: bool = False
-    """Unpickle objects of any class, which may run any code that the source says."""
+    """Unpickle objects of any class. Use it only for files that you trust, because unpickling may run code in them."""
     json: bool = False
     """Print one JSON object."""
 
@@ -103,7 +103,7 @@ class PruneOptions:
     keep: int
     """How many complete snapshots stay, at least 1."""
     dry_run: bool = False
-    """Only say which ones would be removed."""
+    """Only list the snapshots that would be removed."""
     json: bool = False
     """Print one JSON object."""
 

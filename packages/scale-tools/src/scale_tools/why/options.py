@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 @dataclass(frozen=True)
 class WhyOptions:
-    """Say in one sentence why a training on several ranks ended: which rank ended first and how, who waited where."""
+    """Say in one sentence why a run on several ranks ended: which rank ended first, how, and where others waited."""
 
     logs: Positional[tuple[Path, ...]]
     """Logs of the ranks, torchrun's --log-dir, or the folder of SCALE_FLIGHT_RECORDS."""

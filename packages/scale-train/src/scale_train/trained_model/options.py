@@ -16,17 +16,17 @@ class PplOptions:
     model: Positional[Path]
     """Folder of a run, one of its checkpoints, or the folder of a model of Hugging Face."""
     text: tuple[Path, ...]
-    """Files or folders of text, or JSON lines (.jsonl); all of it is read."""
+    """Files or folders of text, or JSON lines (.jsonl). It reads all of them."""
     text_field: str = "text"
-    """Of each object of a JSON-lines file, the field with its text."""
+    """Field with the text in each object of a JSON-lines file."""
     tokenizer: str | None = None
     """byte, or a tokenizer.json (or its folder); by default the tokenizer of the run, or of the model's folder."""
     sequence: int | None = None
-    """Tokens in a window; by default as in the run, or as many as the model has positions, at most 1024."""
+    """Tokens in a window. By default as in the run, otherwise the model's number of positions, at most 1024."""
     batch: int = 8
     """Windows in a forward pass."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto is cuda where there is a GPU."""
+    """auto is cuda if there is a GPU, otherwise cpu."""
     json: bool = False
     """Print one JSON object."""
 
@@ -38,6 +38,6 @@ class ExportOptions:
     run: Positional[Path]
     """Folder of a run, or one of its checkpoints."""
     folder: Positional[Path]
-    """New folder."""
+    """New folder to write."""
     tokenizer: str | None = None
-    """Where the tokenizer.json of the run lies now, if it is not where it was."""
+    """Path of the run's tokenizer.json, if it has moved."""
