@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str, str]] = {
         "llama tied",
         "setitem of 'model.embed_tokens.weight' [101, 16]: it needs elements that other ranks have",
     ),
-    "tie": (tie, "llama", "another tensor stands in the place of"),
+    "tie": (tie, "llama", "was replaced by a different tensor"),
     "new head": (untie, "llama tied", "'lm_head.weight' was put into the root unit after that was sharded"),
 }
 

@@ -138,7 +138,7 @@ def test_a_scale_below_one_is_refused(scale):
         ({"options": AdaScaleOptions(power=0.0)}, "power above 0"),
         (
             {"options": AdaScaleOptions(preconditioned=True)},
-            "expected an Adam or AdamW for preconditioned=True, got SGD",
+            "expected Adam or AdamW for preconditioned=True, got SGD",
         ),
     ],
 )

@@ -49,8 +49,8 @@ def test_what_was_measured_counts_more_than_the_line():
         ({64: 1.0}, -1.0, 1, None, "expected noise >= 0"),
         ({64: 1.0}, float("nan"), 1, None, "expected noise >= 0"),
         ({64: 1.0}, 1.0, 0, None, "base_batch_size > 0"),
-        ({64: 1.0}, 1.0, 1, [], "expected candidates of at least 1"),
-        ({64: 1.0}, 1.0, 1, [0, 4], "expected candidates of at least 1"),
+        ({64: 1.0}, 1.0, 1, [], "expected candidate batch sizes of at least 1"),
+        ({64: 1.0}, 1.0, 1, [0, 4], "expected candidate batch sizes of at least 1"),
     ],
 )
 def test_numbers_out_of_their_range_are_refused(seconds, noise, base, candidates, words):

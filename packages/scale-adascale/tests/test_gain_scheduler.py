@@ -68,7 +68,7 @@ def test_a_training_that_goes_on_has_other_orders_than_before():
 
 def test_batches_that_end_for_good_are_refused():
     _, optimizer = build()
-    with pytest.raises(ValueError, match="no iterator"):
+    with pytest.raises(ValueError, match="iterator can't begin again"):
         list(until_steps(iter([1, 2]), optimizer, 1))
     with pytest.raises(ValueError, match="steps of 0 or more, got nan"):
         list(until_steps([1], optimizer, float("nan")))

@@ -241,7 +241,7 @@ def test_measuring_can_not_end_within_an_announced_step() -> None:
     step = MicrobatchStep(model.parameters())
     step.begin()
     assert [terms.words for terms in step.terms] == ["1 parameter group after 0 of 2 passes"]
-    with pytest.raises(RuntimeError, match=r"unhook\(\) inside of a pipeline's step"):
+    with pytest.raises(RuntimeError, match=r"unhook\(\) was called inside a pipeline's step"):
         optimizer.unhook()
     step.fail()
     optimizer.unhook()

@@ -18,7 +18,7 @@ def test_a_wrong_argument_is_named_before_the_module_changes() -> None:
         (checkpoint_modules, (nn.Linear, ["0"]), {}, "expected model to be a Module, got the class Linear"),
         (checkpoint_modules, (model, ["0"]), {"offload_inputs": "no"}, "; write offload_inputs=False"),
         (check_recomputation, (None,), {}, "check_recomputation: expected model to be a Module, got None"),
-        (best_plan, (profile, 10**9), {"other_bytes": -3}, "other_bytes: expected what else is on the device"),
+        (best_plan, (profile, 10**9), {"other_bytes": -3}, "other_bytes: expected 0 or more bytes of other tensors"),
     ]
     for call, args, kwargs, text in wrong:
         with pytest.raises((TypeError, ValueError), match=text):

@@ -118,7 +118,7 @@ def test_a_pickled_group_is_found_again_in_the_process() -> None:
 def read_of_another_rank(written: list[bytes]) -> int:
     me = dist.get_rank()
     with pytest.raises(
-        ValueError, match=f"rank {1 - me}'s shard of 2, and this is rank {me}: save a file on each rank"
+        ValueError, match=f"the shard of rank {1 - me} of 2, and this is rank {me}: save one file per rank"
     ):
         pickle.loads(written[1 - me])
     rank: int = pickle.loads(written[me]).rank

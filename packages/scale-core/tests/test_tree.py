@@ -132,7 +132,7 @@ def test_tensors_that_are_made_on_the_way_stay_apart() -> None:
 @pytest.mark.parametrize("tree", [{one(), one()}, [1, frozenset([(1, one())])], {"a": Output(one(), {one()})}])  # type: ignore[arg-type]
 def test_tensors_without_an_order_are_refused(tree: object) -> None:
     for act in (lambda: map_tensors(double, tree), lambda: map_leaves(id, tree), lambda: list(tensors_in(tree))):
-        with pytest.raises(TypeError, match=r"set of tensors has another order on each rank.*put them into a list"):
+        with pytest.raises(TypeError, match=r"set of tensors has a different order on each rank.*put them into a list"):
             act()
     names = {"a", ("b", 1)}
     assert map_tensors(double, [names])[0] is names and list(tensors_in([names])) == []

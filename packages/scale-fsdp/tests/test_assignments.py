@@ -33,11 +33,14 @@ def run(whole: nn.Module) -> None:
 
 
 ASSIGNMENTS = {
-    "tie": (lambda m: setattr(m.head, "weight", m.embed.weight), "stands in the place of 'head.weight', by an assign"),
-    "assign": (lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(11, 4))), "assign it, or tie it, before"),
+    "tie": (
+        lambda m: setattr(m.head, "weight", m.embed.weight),
+        "'head.weight' was replaced by a different tensor, by an assign",
+    ),
+    "assign": (lambda m: setattr(m.head, "weight", nn.Parameter(torch.ones(11, 4))), "assign or tie it before"),
     "in a unit": (
         lambda m: setattr(m.body[0], "bias", nn.Parameter(torch.ones(4))),
-        "another tensor stands in the place of 'body.0.bias', by an assignment .* unit 'body.0' would",
+        "'body.0.bias' was replaced by a different tensor, by an assignment .* unit 'body.0' would",
     ),
     "add": (lambda m: m.register_parameter("more", nn.Parameter(torch.ones(1))), "'more' was put into the root unit"),
     "where there was none": (
@@ -104,7 +107,7 @@ def test_an_assigned_parameter_is_found_before_it_is_replaced(how):
     whole = model()
     run(whole)
     whole.body[0].weight = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(RuntimeError, match=r"another tensor stands in the place of 'body.0.weight', by an assign"):
+    with pytest.raises(RuntimeError, match=r"'body.0.weight' was replaced by a different tensor, by an assign"):
         REPLACERS[how](whole)
 
 
@@ -116,7 +119,7 @@ def test_a_parameter_assigned_while_its_unit_is_full_is_found(how):
 
     whole = model()
     run(whole)
-    with pytest.raises(RuntimeError, match=r"another tensor stands in the place of 'head.weight', by an assign"):
+    with pytest.raises(RuntimeError, match=r"'head.weight' was replaced by a different tensor, by an assign"):
         if how == "summon_full_params":
             with whole.summon_full_params():
                 assign(whole)
@@ -166,7 +169,7 @@ def test_memory_that_was_swapped_is_found_by_the_next_forward(name):
     param = whole.get_parameter(name)
     param.data = torch.zeros_like(param)
     with pytest.raises(
-        RuntimeError, match=rf"(?s)^'{name}' of .*has got other memory since it was sharded.*param\.copy_\(values\)"
+        RuntimeError, match=rf"(?s)^'{name}' of .*has different memory than when it was sharded.*param\.copy_\(values\)"
     ):
         run(whole)
 

@@ -193,5 +193,7 @@ def test_a_conversion_in_use_is_refused_and_changes_nothing(around):
 def test_a_module_converted_past_its_unit_is_named():
     model = fully_shard(Model())
     model.head.half()
-    with pytest.raises(RuntimeError, match=r"'head.weight' of the root unit has got other memory since it was sharded"):
+    with pytest.raises(
+        RuntimeError, match=r"'head.weight' of the root unit has different memory than when it was sharded"
+    ):
         model(noise(4, 3))

@@ -196,7 +196,7 @@ def test_what_cannot_be_right_is_refused():
             ema.load_state_dict(ema.state_dict())
     with model.summon_full_params(), pytest.raises(RuntimeError, match="in use"), ema.swapped():
         pass
-    with pytest.raises(RuntimeError, match="written to inside"), ema.swapped(), torch.no_grad():
+    with pytest.raises(RuntimeError, match="changed inside"), ema.swapped(), torch.no_grad():
         model.down.bias.add_(1.0)
     loss = model(noise(2, 5)).sum()
     with ema.swapped():

@@ -173,5 +173,5 @@ def test_a_method_that_runs_later_is_refused() -> None:
             yield self(x)
 
     model = fully_shard(Streams(2, 2))
-    with pytest.raises(TypeError, match=r"'tokens' of a Streams runs when what it returns is asked"):
+    with pytest.raises(TypeError, match=r"'tokens' of a Streams is a generator or coroutine"):
         register_fsdp_forward_method(model, "tokens")

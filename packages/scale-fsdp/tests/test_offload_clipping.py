@@ -61,7 +61,7 @@ def test_gradients_that_are_gone_are_forgotten() -> None:
     theirs = [param.detach().requires_grad_() for param in mine]
     for one, other in zip(mine, theirs, strict=True):
         other.grad = None if one.grad is None else one.grad.clone()
-    with pytest.raises(RuntimeError, match=r"say so by optimizer\.zero_grad\(\), or measure the new ones"):
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\), or clip again"):
         clipping.factor(mine)  # They may be the old ones, changed.
     assert torch.equal(clipping.measure(mine, 0.1, 2.0), clip_grad_norm_(theirs, 0.1, 2.0))
     for one, other in zip(mine, theirs, strict=True):

@@ -229,8 +229,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
     refused("process_group: expected a group, a mesh, None or 'same', got 'other'", model, "other")
     parts = "reshard_after_forward=2: 3 ranks do not divide into groups of 2"
     refused(parts, model, None, reshard_after_forward=2)
-    means = r"rank (0 means the ranks \[0, 1\]|1 means the ranks \[0, 1, 2\])"  # The first that differs from oneself.
-    with pytest.raises(ValueError, match=rf"{means} in 1 copies, but a group was passed by ranks \[0, 1\]"):
+    means = r"rank (0|1) passed a group of the ranks \[0, 1(, 2)?\]"  # The first that differs from oneself.
+    with pytest.raises(ValueError, match=rf"{means} in 1 replicas, but ranks \[0, 1\] passed one"):
         reshard_to(model, two if rank != 1 else None)
     differs = "rank 1 has reshard_after_forward=False, others True"
     refused(differs, model, None, reshard_after_forward=rank == 0)
@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
     offload = OffloadOptimizer(torch.optim.Adam, model.parameters(), host_fraction=0.5)
     refused("OffloadOptimizer has divided its state by the present shards", model, None, optimizer=offload)
     optimizer.state[model.down.weight]["rows"] = torch.ones(2, 3)
-    refused("the optimizer keeps a rows of shape (2, 3) for its part", model, two, optimizer=optimizer)
+    refused("the optimizer state 'rows' of ", model, two, optimizer=optimizer)
     del optimizer.state[model.down.weight]["rows"]
     if rank == 2:
         optimizer.state[model.embed.weight]["step"] += 1
@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
     refused(nothing, sharded(on_meta, init=False), two)
     ranks = dist.new_group([1, 2])
     if rank:
-        missing = "shares the model with ranks [0, 1, 2], of which only [1, 2] are here with values"
+        missing = "shares the model with ranks [0, 1, 2], but only [1, 2] called with values"
         refused(missing, model, ranks, union_process_group=ranks)
     assert_equal(model, before)
     loss_of(model, 2).backward()

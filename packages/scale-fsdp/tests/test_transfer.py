@@ -172,7 +172,7 @@ def test_methods_guards_and_hooks_of_a_copy_are_its_own():
         with pytest.raises(RuntimeError, match="a Linear of the root unit was called outside of the unit's forward"):
             its.head(noise(2, 4))
         its.head.weight = nn.Parameter(torch.ones(3, 4))
-        with pytest.raises(RuntimeError, match=r"another tensor stands in the place of 'head.weight', by an assign"):
+        with pytest.raises(RuntimeError, match=r"'head.weight' was replaced by a different tensor, by an assign"):
             its(noise(2, 5, 3))
         outer = fully_shard(nn.Sequential(its, nn.Linear(3, 3)))
         outer(noise(2, 5, 3)).sum().backward()
@@ -214,7 +214,7 @@ def write(folder: str) -> list[float]:
 def read(folder: str) -> list[float]:
     rank = group_of().rank
     with pytest.raises(
-        ValueError, match=rf"rank {1 - rank}'s shard of 2, and this is rank {rank}: save a file on each"
+        ValueError, match=rf"the shard of rank {1 - rank} of 2, and this is rank {rank}: save one file per"
     ):
         torch.load(f"{folder}/{1 - rank}.pt", weights_only=False)
     model, optimizer = torch.load(f"{folder}/{rank}.pt", weights_only=False)

@@ -324,5 +324,5 @@ def test_a_unit_of_another_model_is_not_fetched() -> None:
 
 def test_a_module_that_is_no_unit_is_refused() -> None:
     model = sharded(layers())
-    with pytest.raises(ValueError, match="set_modules_to_forward_prefetch: this Tanh is not sharded by itself"):
+    with pytest.raises(ValueError, match="set_modules_to_forward_prefetch: this Tanh is not an FSDP unit"):
         model[0].set_modules_to_forward_prefetch([model[1]])

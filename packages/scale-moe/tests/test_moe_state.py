@@ -274,7 +274,7 @@ def test_gradients_not_averaged_are_found_in_the_next_forward() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model((1 + dist.get_rank()) * x).square().mean().backward()
     optimizer.step()
-    with pytest.raises(ValueError, match=r"the ranks \[0, 1\] have routers with other weights.*average_repl"):
+    with pytest.raises(ValueError, match=r"the ranks \[0, 1\] have routers with different weights.*average_repl"):
         model(x)
 
 

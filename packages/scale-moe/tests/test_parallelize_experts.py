@@ -178,12 +178,16 @@ def test_what_differs_between_ranks_is_refused() -> None:
         model(input_ids=batches(2)[rank])
     with torch.no_grad():
         model.model.layers[0].mlp.gate.weight[0, 0] = rank
-    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts': the ranks \[0, 1\] have routers with other"):
+    with pytest.raises(
+        ValueError, match=r"'model.layers.0.mlp.experts': the ranks \[0, 1\] have routers with different"
+    ):
         model(input_ids=batches(2)[rank])
     torch.manual_seed(0)
     layer = MoE(4, 6, 2)
     layer.router.requires_grad_(rank == 0)
-    with pytest.raises(ValueError, match=r"ranks differ in what needs gradients \(rank 0: tokens do not, weights do"):
+    with pytest.raises(
+        ValueError, match=r"ranks differ in which tensors need gradients \(rank 0: tokens do not, weights do"
+    ):
         layer(torch.zeros(3, 4))
 
 

@@ -256,7 +256,7 @@ def test_one_optimizer_for_all_stages_steps_after_the_last() -> None:
 
 
 def test_a_cap_of_memory_that_nothing_looks_at_is_refused() -> None:
-    with pytest.raises(ValueError, match=r'memory_cap=2\.0 is for schedule="solve", and 1F1B does not look at it'):
+    with pytest.raises(ValueError, match=r'memory_cap=2\.0 is for schedule="solve", and has no effect on 1F1B'):
         DistributedPipe(mlp(), "1f1b", balance=[12], options=PipelineOptions(memory_cap=2.0))
 
 

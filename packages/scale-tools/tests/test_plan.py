@@ -698,7 +698,7 @@ def test_an_interleaved_pipeline_is_planned_by_its_stages() -> None:
         ("--ranks 2 4 2", "--ranks 2 4 2: name each once"),
         ("--jobs 0", "--jobs 0: at least 1 is needed"),
         ("--link inf", "--link inf: a number above 0 is needed"),
-        ("--activations offload", "--activations offload: it is planned beside others"),
+        ("--activations offload", "--activations offload: expected a second way"),
         ("--config .", "no config of transformers: it has no model_type"),
         ("--config nowhere", "--config nowhere: No such file or directory"),
         ("--factory test_plan:Blocks", "--size is for models by name, and --factory gives another one"),

@@ -405,8 +405,8 @@ class AdaScale(Optimizer):
         """
         if self._statistics.local.step is not None:
             raise RuntimeError(
-                "unhook() inside of a pipeline's step, some of whose gradients have been measured, and other ranks "
-                "would wait for their sum. Call it after pipe.step(...), or before it on all ranks"
+                "unhook() was called inside a pipeline's step, after gradients of the step were measured, so other "
+                "ranks would wait for their sum. Call it after pipe.step(...), or before it on all ranks"
             )
         self._statistics.remove_hooks()
 

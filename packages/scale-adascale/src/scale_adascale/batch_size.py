@@ -123,7 +123,7 @@ def suggest_batch_size(
     speed = fit_speed(seconds)
     sizes = sorted({*seconds, *(2 * size for size in seconds)} if candidates is None else set(candidates))
     if not sizes or sizes[0] < 1:
-        raise ValueError(f"expected candidates of at least 1, and one at least, got {sizes}. Pass batch sizes")
+        raise ValueError(f"expected candidate batch sizes of at least 1, got {sizes}. Pass candidates=[256, 512]")
     suggestions = []
     for size in sizes:
         throughput = size / seconds.get(size, speed.seconds(size))

@@ -75,8 +75,8 @@ def until_steps(
                 return
         if is_empty:
             raise ValueError(
-                f"the batches have come to their end after {optimizer.progress:.1f} of {steps} steps of the small "
-                "batch. Pass what can be iterated over again, such as a DataLoader, and no iterator"
+                f"the batches ended after {optimizer.progress:.1f} of {steps} steps of the small batch, because an "
+                "iterator can't begin again. Pass the DataLoader or list itself"
             )
         epoch += 1
 

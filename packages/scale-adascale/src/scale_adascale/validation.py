@@ -77,13 +77,13 @@ def check_rule(optimizer: Optimizer, data: Group, power: float | None, precondit
     wrapped = base_optimizer(optimizer) is not optimizer and not hasattr(optimizer, "grad_holders")
     if preconditioned is not False and is_adaptive(optimizer) and wrapped and data.size > 1:
         raise ValueError(
-            f"{type(optimizer).__name__} does not tell which rank has the second moments of which parameter, by which "
-            "AdaScale divides gradients. Take scale_oss.OSS, or pass AdaScaleOptions(preconditioned=False)"
+            f"AdaScale divides gradients by second moments, and {type(optimizer).__name__} does not tell which rank "
+            "has the moments of which parameter. Take scale_oss.OSS, or pass AdaScaleOptions(preconditioned=False)"
         )
     if preconditioned and not is_adaptive(optimizer):
         raise ValueError(
-            f"expected an Adam or AdamW for preconditioned=True, got {type(optimizer).__name__}, of which AdaScale "
-            "does not know what it divides gradients by. Leave preconditioned out"
+            f"expected Adam or AdamW for preconditioned=True, got {type(optimizer).__name__}. AdaScale does not know "
+            "by what it divides gradients. Leave preconditioned out"
         )
 
 

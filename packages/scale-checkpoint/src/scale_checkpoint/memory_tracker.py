@@ -283,8 +283,9 @@ def suggest_checkpoint_location(
     passes = [trace for trace in traces if trace.is_forward and trace.module_name][num_skipped_layers:]
     if num_checkpoints < 0 or num_skipped_layers < 0 or num_checkpoints >= max(1, len(passes)):
         raise ValueError(
-            f"{num_checkpoints} checkpoints need more than as many forward passes, but {len(passes)} are left after "
-            f"{num_skipped_layers} that are skipped; run a forward inside `with LayerMemoryTracker(model) as tracker`"
+            f"expected more than {num_checkpoints} forward passes for {num_checkpoints} checkpoints, got {len(passes)} "
+            f"after {num_skipped_layers} skipped layers; run a forward inside `with LayerMemoryTracker(model) as "
+            "tracker`"
         )
     max_memory, splits = find_best_reset_points([max(0, trace.memory_diff) for trace in passes], num_checkpoints)
     names = tuple(trace.module_name for trace in passes)

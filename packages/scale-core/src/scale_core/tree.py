@@ -133,8 +133,8 @@ def _refuse_set(leaf: Any) -> None:
     """Raises for a set that holds tensors, whose order follows their addresses."""
     if isinstance(leaf, set | frozenset) and any(True for part in leaf for _ in tensors_in(part)):
         raise TypeError(
-            f"a {type(leaf).__name__} of tensors has another order on each rank, so no rank could say which of them "
-            "belongs to which of another's: put them into a list, a tuple or a dict"
+            f"a {type(leaf).__name__} of tensors has a different order on each rank, so ranks can't match the tensors: "
+            "put them into a list, a tuple or a dict"
         )
 
 

@@ -334,7 +334,7 @@ def describe(model: nn.Module) -> Description:
     if not units:
         raise ValueError(
             f"describe: no module in this {type(model).__name__} is sharded: call fully_shard(model) first; "
-            "what a policy would make of it, plan_units(model, policy) shows before"
+            "to see the units of a policy before, call plan_units(model, policy)"
         )
     paths = module_names(model)
     described = tuple(_describe_unit(unit, units, paths) for unit in units)

@@ -136,8 +136,8 @@ class ShardedEMA:
             self._swapped_out = None
         if changed:
             raise RuntimeError(
-                "the parameters were written to inside ShardedEMA.swapped(), by an optimizer step or otherwise, and so "
-                "the averages were: train outside of it"
+                "the parameters changed inside ShardedEMA.swapped(), for example by an optimizer step, and so the "
+                "averages changed: train outside of it"
             )
 
     @on_local_tensors

@@ -71,9 +71,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
     if inspect.isgeneratorfunction(method) or inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
         raise TypeError(
-            f"register_fsdp_forward_method: {method_name!r} of a {title} runs when what it returns is asked, and "
-            "by then its parameters are released: let it return its results at once, or call it inside "
-            "summon_full_params()"
+            f"register_fsdp_forward_method: {method_name!r} of a {title} is a generator or coroutine, so it would run "
+            "after its parameters are released: return its results at once, or call it inside summon_full_params()"
         )
     if isinstance(module.__dict__.get(method_name), _UnshardedMethod):
         return

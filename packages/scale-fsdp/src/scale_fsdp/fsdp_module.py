@@ -428,7 +428,7 @@ def _method_without_effect(name: str) -> Callable[..., None]:
 
 def _refused_method(name: str, how: str) -> Callable[..., None]:
     def method(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"{name} is FSDP2's alone: {how}")
+        raise NotImplementedError(f"{name} is a method of FSDP2 that is not supported here: {how}")
 
     return method
 
@@ -505,9 +505,7 @@ def _compare_unshard(unit: Unit, gathered: Sequence[FlatBuffer], failure: Except
 def _unit_at(module: nn.Module, method: str) -> Unit:
     unit = unit_of(module)
     if unit is None:
-        raise ValueError(
-            f"{method}: this {type(module).__name__} is not sharded by itself: call fully_shard(module) first"
-        )
+        raise ValueError(f"{method}: this {type(module).__name__} is not an FSDP unit: call fully_shard(module) first")
     return unit
 
 

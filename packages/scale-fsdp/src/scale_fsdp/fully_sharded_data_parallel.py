@@ -47,8 +47,8 @@ _WITHOUT_EFFECT = frozenset(
 
 # FairScale's arguments that have another name here.
 _REPLACED = {
-    "force_input_to_fp32": "it casts what comes into a unit to fp32, as every unit does that computes in it: give that "
-    "unit a policy of its own, mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)",
+    "force_input_to_fp32": "a unit casts its inputs to the dtype that it computes in: for fp32 inputs give that unit "
+    "mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)",
 }
 
 
@@ -326,7 +326,7 @@ def _known_arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(kwargs.keys() - _DEFAULTS.keys() - _WITHOUT_EFFECT - _REPLACED.keys())
     for name, how in _REPLACED.items():
         if kwargs.get(name):
-            raise ValueError(f"FullyShardedDataParallel({name}={kwargs[name]!r}) is said in another way: {how}")
+            raise ValueError(f"FullyShardedDataParallel({name}={kwargs[name]!r}) is not supported: {how}")
     if unknown:
         hint = did_you_mean(unknown[0], sorted(_DEFAULTS))
         raise TypeError(f"FullyShardedDataParallel: unexpected argument '{unknown[0]}'; {hint}")

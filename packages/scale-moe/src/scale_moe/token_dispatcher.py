@@ -387,9 +387,9 @@ def _check_same_tokens(facts: list[list[int]], rank: int, group: Group | None, n
             f"rank {group.ranks[other]} of {list(group.ranks)} has" if other and group else "some on another row have"
         )
         raise ValueError(
-            f"{name}: ranks that divide the hidden features of the same experts have to have the same tokens, routes "
-            f"and router, and {which} other ones: give them the same batch (as a DataLoader's sampler over the other "
-            "axes does), the same weights, and the same random state where dropout or noise draws"
+            f"{name}: ranks that divide the hidden features of the same experts must have the same tokens, routes and "
+            f"router, and {which} different ones: give them the same batch (for example by a sampler over the other "
+            "axes), the same weights, and for dropout or noise the same random state"
         )
 
 
@@ -433,15 +433,15 @@ def _check_facts(facts: list[list[int]], group: Group, name: str) -> None:
             for rank, row in enumerate(facts)
         )
         raise ValueError(
-            f"{name}: ranks differ in what needs gradients ({told}), and the backward pass of one "
-            "would wait for another that has none: freeze the same parameters on all ranks, and where a rank has no "
-            "tokens give it empty ones of the same model, x[:0]"
+            f"{name}: ranks differ in which tensors need gradients ({told}), so a backward pass would wait for a rank "
+            "that runs none: freeze the same parameters on all ranks, and give a rank without tokens empty ones of the "
+            "same model, x[:0]"
         )
     if len({row[2] for row in facts}) > 1:
         raise ValueError(
-            f"{name}: the ranks {list(group.ranks)} have routers with other weights, and each would train a model of "
-            "its own. Either they started with other ones: build the model from one seed, or load the same weights. Or "
-            "gradients of what is not an expert were averaged over other ranks than all: write fully_shard(experts, "
+            f"{name}: the ranks {list(group.ranks)} have routers with different weights, and would train different "
+            "models. If the weights differed from the start, build the model from one seed, or load the same weights. "
+            "If gradients outside of experts were not averaged over all ranks, write fully_shard(experts, "
             'mesh["replica"]) and fully_shard(model) over all ranks, or scale_moe.average_replicated_gradients(model, '
             'mesh["expert"]) before another wrapper over mesh["replica"]'
         )

@@ -70,18 +70,18 @@ def changed_gradients_text(passes: int, num_gradients: int, *, pass_failed: bool
 def middle_of_step_error(what: str, method: str, passes: int, num_gradients: int) -> RuntimeError:
     """The error of a method that is called amid the passes of a step; `what` is FairScale's text for it."""
     return RuntimeError(
-        f"{what}: {method}() in the middle of a step, of whose backward passes {passes} of {num_gradients} have "
-        f"ended. Call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no "
-        "more are to come"
+        f"{what}: {method}() was called in the middle of a step, after {passes} of its {num_gradients} backward "
+        f"passes. Call it after optimizer.step(), or pass num_gradients_to_accumulate={max(1, passes)} if no more "
+        "passes follow"
     )
 
 
 def uneven_inputs_error() -> RuntimeError:
     """The error of a step to which ranks contribute unequally."""
     return RuntimeError(
-        "AdaScale can't tell how noisy a gradient is to which ranks contribute unequally, as under join() when "
-        "one has run out of data. Leave out the steps for which not all ranks have a batch, or call "
-        "optimizer.unhook() before them, and optimizer.hook() after them: they have the last gain"
+        "AdaScale can't measure the noise of this gradient, because ranks contribute unequally to it, as under join() "
+        "when one rank has run out of data. Skip steps for which not all ranks have a batch, or call "
+        "optimizer.unhook() before them and optimizer.hook() after them: they then use the last gain"
     )
 
 

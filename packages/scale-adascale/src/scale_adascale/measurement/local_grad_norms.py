@@ -247,8 +247,8 @@ class LocalGradNorms:
             if self.step.sample is None:
                 raise RuntimeError(
                     f"{title_of(self._params[index])} has got a gradient between the backward passes of a pipeline's "
-                    "step, which is of no micro-batch, as by backward() in a forward. Leave it out, or call "
-                    "optimizer.unhook()"
+                    "step, and it belongs to no micro-batch. An example is backward() in a forward. Remove that call, "
+                    "or call optimizer.unhook()"
                 )
             sample = self.step.sample
         elif not self.in_backward:
@@ -333,10 +333,10 @@ class LocalGradNorms:
         reported = {index for _, index, _ in self._sources}
         for index in sorted({index for _, index in self._seen} & self._by_source - reported):
             raise RuntimeError(
-                f"{title_of(self._params[index])} has got a gradient of the samples of several ranks, and not of each "
-                "by itself, as where the forward ran before AdaScale was built, or hook() was called, or where "
-                "experts are called without their layer. Build AdaScale(...) before the forward, call the layer, or "
-                "call optimizer.unhook()"
+                f"{title_of(self._params[index])} has got one gradient for the samples of several ranks, and AdaScale "
+                "needs the gradient of each rank. The forward ran before AdaScale(...) or hook(), or experts were "
+                "called without their layer. Build AdaScale(...) before the forward, call the layer, or call "
+                "optimizer.unhook()"
             )
 
     def _on_backward_failed(self) -> None:

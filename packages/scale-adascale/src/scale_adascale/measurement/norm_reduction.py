@@ -200,10 +200,10 @@ def check_not_flattened(params: Iterable[Tensor]) -> None:
         buffer = flat_buffer_of(param)
         if buffer is not None:
             raise ValueError(
-                f"expected each parameter as a tensor of its own, got {title_of(param)}, which holds "
-                f"{len(buffer.names)}, as '{buffer.names[0]}': AdaScale divides the gradient of each by the root of "
-                "its own mean second moment, as Adam uses it, and of a flat one the gain would be another. Shard the "
-                "model with flatten_parameters=False, or measure gradients as they are by "
+                f"expected one tensor per parameter, got {title_of(param)}, a flat parameter that holds "
+                f"{len(buffer.names)}, for example '{buffer.names[0]}'. AdaScale divides the gradient of each "
+                "parameter by the root of its mean second moment, so a flat parameter would have a different gain. "
+                "Shard the model with flatten_parameters=False, or measure plain gradients by "
                 "AdaScale(..., options=AdaScaleOptions(preconditioned=False))"
             )
 

@@ -123,9 +123,9 @@ class _OffloadableTensor:
             return self._held.unpack()
         if self._held._version != self._version:
             raise RuntimeError(
-                f"a tensor {list(self._held.shape)} that autograd has saved where activations are offloaded was "
-                "modified by an inplace operation before its backward, and has stayed on the device: it is small or a "
-                "parameter, or was changed at once; change it after loss.backward(), or change a copy"
+                f"a tensor {list(self._held.shape)} that autograd has saved for an offloaded module was modified by an "
+                "inplace operation before its backward. It was on the device, because it is small, a parameter, or was "
+                "changed at once: change it after loss.backward(), or change a copy"
             )
         return self._held
 

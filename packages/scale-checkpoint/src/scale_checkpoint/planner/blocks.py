@@ -32,7 +32,7 @@ def find_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> dict[s
     for name in blocks:
         if name not in modules or not name:
             hint = did_you_mean(name, list(modules)[1:])
-            raise ValueError(f"blocks are named by modules of the model, but {name!r} is none; {hint}")
+            raise ValueError(f"blocks: expected names of modules of the model, got {name!r}; {hint}")
     chosen = {name: modules[name] for name in modules if name in set(blocks)}
     _check_disjoint(chosen)
     return chosen

@@ -205,7 +205,7 @@ def best_plan(profile: MemoryProfile, budget_bytes: int, *, other_bytes: int = 0
         if type(num_bytes) is not int:
             raise TypeError(f"{name}: expected a whole number of bytes, got {num_bytes!r}; write 2 * 2**30 for 2 GiB")
     if other_bytes < 0:
-        raise ValueError(f"other_bytes: expected what else is on the device, in bytes, got {other_bytes}")
+        raise ValueError(f"other_bytes: expected 0 or more bytes of other tensors on the device, got {other_bytes}")
     room = budget_bytes - other_bytes
     chosen = fastest(profile.segments, profile.boundary_tensors, room)
     if chosen is None:

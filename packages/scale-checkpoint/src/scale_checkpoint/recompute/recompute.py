@@ -108,8 +108,8 @@ class CheckpointedForward:
                 return forward(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:  # torch's own errors speak of its inside.
             raise RuntimeError(
-                f"a {module._get_name()} is checkpointed or offloaded, which transforms of torch.func (vmap, grad, "
-                "jvp) cannot do: call them inside of `with scale_checkpoint.disable_checkpointing():`"
+                f"transforms of torch.func (vmap, grad, jvp) can't run a {module._get_name()} that is checkpointed or "
+                "offloaded: call them inside of `with scale_checkpoint.disable_checkpointing():`"
             )
         if not config.recompute:
             assert config.offload_to is not None

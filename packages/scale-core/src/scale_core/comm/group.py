@@ -180,14 +180,15 @@ def _lookup(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
     if group is None:
         default = f"the default group has ranks {list(found[0].ranks)}" if found else ""
         raise ValueError(
-            f"what is being read was sharded over ranks {list(ranks)}, but "
-            f"{default or 'torch.distributed is not initialized'}: read it after init_process_group() on as many ranks "
-            f"or, where these are a part of all, new_group({list(ranks)}); else load a snapshot"
+            f"the pickled object was sharded over ranks {list(ranks)}, but "
+            f"{default or 'torch.distributed is not initialized'}. "
+            f"Read it after init_process_group() on these ranks, or after new_group({list(ranks)}) if there are more. "
+            "For a different number of ranks, load a snapshot"
         )
     if group.rank != rank:
         raise ValueError(
-            f"what is being read was rank {rank}'s shard of {size}, and this is rank {group.rank}: save a file on each "
-            "rank, and let each read its own"
+            f"the pickled object has the shard of rank {rank} of {size}, and this is rank {group.rank}: save one file "
+            "per rank, and read on each rank the file that it saved"
         )
     return group
 

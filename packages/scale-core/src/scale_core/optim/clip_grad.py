@@ -204,8 +204,8 @@ def check_max_norm(max_norm: float) -> None:
     """Refuses a negative or NaN bound, before anything is measured or sent."""
     if not max_norm >= 0:
         raise ValueError(
-            f"expected max_norm of at least 0, got {max_norm}, by which every gradient would be turned round or lost: "
-            "pass the largest norm allowed, or math.inf to measure the norm only"
+            f"expected max_norm of at least 0, got {max_norm}, because it would flip or lose every gradient: pass the "
+            "largest norm allowed, or math.inf to measure the norm only"
         )
 
 

@@ -233,7 +233,7 @@ class ShardedGradScaler(GradScaler):
             raise ValueError(state["fault"] or f"{elsewhere}this scaler there: that rank's error says what to write")
         if not scaled:
             raise RuntimeError(
-                "gradients are to be divided by the scale, but no rank has multiplied a loss by it: call "
+                "gradients can't be unscaled, because no rank has multiplied a loss by the scale: call "
                 "scaler.scale(loss).backward() before scaler.step(optimizer)"
             )
         if most != -least:

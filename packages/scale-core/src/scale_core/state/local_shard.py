@@ -126,7 +126,7 @@ class LocalShard(Tensor):
             "one rank's shard" if shard is None else f"elements {shard.start:,} to {shard.stop:,} of {shard.numel():,}"
         )
         raise RuntimeError(
-            f"{func}: got {where} of a tensor, where all of it is needed: take shard.tensor for this rank's elements, "
+            f"{func}: expected a full tensor, got {where} of one: take shard.tensor for this rank's elements, "
             "or the full tensor from model.state_dict() and scale_fsdp.full_optim_state_dict(model, optimizer)"
         )
 

@@ -85,7 +85,7 @@ def param_slices(param: Tensor, listed: str) -> Iterator[ParamSlice]:
     wait_for(param)
     buffer, shard = flat_buffer_of(param), shard_of(param)
     if shard is not None and any(axis.placement is Placement.PARTIAL for axis in shard.axes):
-        raise ValueError(f"{shard.name}: each rank holds a summand of it: reduce it before its state is taken")
+        raise ValueError(f"{shard.name} is a partial sum on each rank: reduce it before you take its state")
     if buffer is not None:
         for name, entry, span in zip(buffer.names, buffer.layout.entries, buffer.spans, strict=True):
             location = (entry.shape, span.start, span.stop, span.shard_offset, span.shape)

@@ -56,8 +56,7 @@ class DeferredClipping:
             if (grad is None) != (mark is None) or (mark and (mark[0]() is not grad or grad._version != mark[1])):
                 raise RuntimeError(
                     "gradients have changed since OffloadOptimizer.clip_grad_norm_ has measured them: call it last, "
-                    "right before step(); where those that it has measured were thrown away, say so by "
-                    "optimizer.zero_grad(), or measure the new ones"
+                    "right before step(). If you drop measured gradients, call optimizer.zero_grad(), or clip again"
                 )
         return self._factor
 

@@ -180,7 +180,7 @@ def _is_elementwise(buffer: FlatBuffer, index: int, key: str, value: Any) -> boo
         return False
     if value.shape != param.shape:
         raise ValueError(
-            f"the optimizer keeps a {key} of shape {tuple(value.shape)} for its part {tuple(param.shape)} of "
-            f"'{buffer.names[index]}', not element for element, so it can't be resharded"
+            f"the optimizer state '{key}' of '{buffer.names[index]}' has shape {tuple(value.shape)}, expected its "
+            f"shard's {tuple(param.shape)}, so it can't be resharded: build the optimizer again after resharding"
         )
     return True

@@ -85,7 +85,9 @@ def check_idle(model: nn.Module, units: Sequence[Unit]) -> None:
                 "that wait for their reduction: run the last backward() of the step outside of no_sync() first"
             )
     if len({any(buffer.is_meta for buffer in unit.buffers) for unit in units if unit.buffers}) > 1:
-        raise ValueError("some units are on the meta device and others are not: bring all of them to one state first")
+        raise ValueError(
+            "some units are on the meta device and others are not: give all of them values, or none, before you reshard"
+        )
 
 
 def _model_signature(unit: Unit, path: str) -> list[str]:
@@ -111,7 +113,9 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
         raise ValueError("no rank has values: every one of them came with a model on the meta device")
     new = next((request for request in requests if request.ranks), None)
     if new is None:
-        raise ValueError("no rank is to share the model: at least one has to pass a group that it is a member of")
+        raise ValueError(
+            "no rank passed a process group that it is a member of: pass one on each new rank of the model"
+        )
     joined = [union.ranks[rank] for rank, request in enumerate(requests) if request.ranks]
     new_ranks = {union.ranks[rank] for rank, request in enumerate(requests) if request.has_values}
     for rank, request in enumerate(requests):
@@ -122,19 +126,24 @@ def check_requests(requests: Sequence[ReshardRequest], union: Group) -> None:
         same_group = (request.ranks, request.num_replicas) == (new.ranks, new.num_replicas)
         if request.ranks and not (same_group and set(request.ranks) == set(joined)):
             raise ValueError(
-                f"rank {rank} means the ranks {list(request.ranks)} in {request.num_replicas} copies, but a group was "
-                f"passed by ranks {joined}: let all of these pass the same one"
+                f"rank {rank} passed a group of the ranks {list(request.ranks)} in {request.num_replicas} replicas, "
+                f"but ranks {joined} passed one: pass the same group on all of its ranks"
             )
         if request.has_values and not set(request.old) <= new_ranks:
             raise ValueError(
-                f"rank {rank} shares the model with ranks {list(request.old)}, of which only {sorted(new_ranks)} are "
-                "here with values: let all old and all new ranks call it, and pass union_process_group= with all of "
-                "them"
+                f"rank {rank} shares the model with ranks {list(request.old)}, but only {sorted(new_ranks)} called "
+                "with values: call it on all old and all new ranks, and pass union_process_group= with all of them"
             )
         if request.strategy != first.strategy:
-            raise ValueError(f"rank {rank} has reshard_after_forward={request.strategy!r}, others {first.strategy!r}")
+            raise ValueError(
+                f"rank {rank} has reshard_after_forward={request.strategy!r}, others {first.strategy!r}: pass the same "
+                "one on all ranks"
+            )
         if spec.names != first_spec.names:
-            raise ValueError(f"the optimizers of rank {rank} have other parameters or groups than the others")
+            raise ValueError(
+                f"the optimizers of rank {rank} have different parameters or groups than the others: build them in the "
+                "same way on all ranks"
+            )
         if (spec.has_ema, spec.buffer_averages) != (first_spec.has_ema, first_spec.buffer_averages):
             raise ValueError(
                 f"rank {rank} and others differ in whether there is an average, or of which dtype: pass ema= on all "

@@ -38,8 +38,8 @@ def param_replaced(unit: Unit, slot: ParamSlot) -> RuntimeError:
     """Gathered parameters would be put over a tensor that somebody else has put there."""
     name = slot.buffer.names[slot.number]
     return RuntimeError(
-        f"another tensor stands in the place of '{name}', by an assignment or by torch.func.functional_call, and "
-        f"{unit_title(unit.name)} would compute with its own: assign it, or tie it, before fully_shard(...), or "
+        f"'{name}' was replaced by a different tensor, by an assignment or by torch.func.functional_call, and "
+        f"{unit_title(unit.name)} would compute with the sharded one: assign or tie it before fully_shard(...), or "
         "write the values: with torch.no_grad(), model.summon_full_params(): param.copy_(values)"
     )
 
@@ -57,8 +57,8 @@ def params_overwritten(unit: Unit) -> RuntimeError:
     some = ", ".join(f"'{name}'" for name in names[:4]) + (", ..." if len(names) > 4 else "")
     return RuntimeError(
         f"{some if len(names) == 1 else f'one of {some}'} was written to in place while {unit_title(unit.name)} ran, "
-        "as nn.Embedding(max_norm=...) does, and that would be lost with the gathered copy: change parameters between "
-        "steps inside model.summon_full_params(), or leave the module that holds it unsharded"
+        "as nn.Embedding(max_norm=...) does, and the change would be lost with the gathered copy: change parameters "
+        "between steps inside model.summon_full_params(), or leave the module that holds it unsharded"
     )
 
 
@@ -100,8 +100,8 @@ def data_replaced(unit: Unit, buffer: FlatBuffer, index: int) -> RuntimeError:
     """An optimizer would train memory that is never gathered."""
     name = "flat_param" if buffer.flatten else buffer.names[index]
     return RuntimeError(
-        f"'{name}' of {unit_title(unit.name)} has got other memory since it was sharded, by param.data = ..., and is "
-        "not trained: resize embeddings before fully_shard(...), and write values by param.copy_(values)"
+        f"'{name}' of {unit_title(unit.name)} has different memory than when it was sharded, by param.data = ..., so "
+        "it would not be trained: resize embeddings before fully_shard(...), and write values by param.copy_(values)"
     )
 
 

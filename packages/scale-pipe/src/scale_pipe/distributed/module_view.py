@@ -316,9 +316,9 @@ class StageModuleView(nn.Module):
 
 def _refuse(name: str) -> NoReturn:
     raise TypeError(
-        f"a pipeline has stages, and no step would run other modules: {name!r} belongs into the model before "
-        "it is split. To wrap a stage write pipe.stages[index] = wrapper(pipe.stages[index]); a loss function is given "
-        "to pipe.step(..., loss_fn=loss_fn)"
+        f"no step of a pipeline would run {name!r}, because it runs its stages only: add it to the model before you "
+        "split it. To wrap a stage write pipe.stages[index] = wrapper(pipe.stages[index]). Give a loss function to "
+        "pipe.step(..., loss_fn=loss_fn)"
     )
 
 

@@ -183,7 +183,7 @@ class DistributedPipe(StageModuleView):
     def _checked_memory_cap(self, memory_cap: float | Sequence[float] | None) -> float | Sequence[float] | None:
         if memory_cap is not None and not self._solve_pending:
             raise ValueError(
-                f'memory_cap={memory_cap} is for schedule="solve", and {self._schedule.name} does not look at it: take '
+                f'memory_cap={memory_cap} is for schedule="solve", and has no effect on {self._schedule.name}: take '
                 '"solve", or "v_half" or "v_min", which need less memory'
             )
         return memory_cap

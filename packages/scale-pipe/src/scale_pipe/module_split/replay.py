@@ -208,8 +208,9 @@ class Replay:
             if leaf is NotForwarded.VALUE:
                 if not same_structure:
                     raise SplitError(
-                        f"an argument of {self._begin!r} is neither a tensor nor a plain value, so each stage takes "
-                        f"its own, but on stage {self._stage} the call has other arguments than on the stage before"
+                        f"the call of {self._begin!r} has different arguments on stage {self._stage} than on the stage "
+                        "before, and one of them is neither a tensor nor a plain value, so it can't be sent: give the "
+                        "module the same arguments on every stage"
                     )
                 sent[index] = local_leaves[index]
             elif same_structure:

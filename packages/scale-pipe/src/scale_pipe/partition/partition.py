@@ -88,8 +88,8 @@ def check_sequential(module: nn.Module) -> None:
         )
     if hooks := forward_hook_names(module):
         raise ValueError(
-            f"module has hooks of its own, {hooks}, which would not run, as its layers are called one by "
-            "one: register them on its layers"
+            f"module has hooks, {hooks}, which would not run, because its layers are called one by one: register "
+            "them on its layers"
         )
     first: dict[int, str] = {}
     for name, layer in module._modules.items():

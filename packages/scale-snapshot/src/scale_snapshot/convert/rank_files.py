@@ -225,8 +225,8 @@ def _check_alike(files: Sequence[Path], weights: Sequence[Mapping[str, Any]], ke
     for path, of_rank in zip(files, weights, strict=True):
         if key in of_rank and not torch.equal(of_rank[key], weights[0][key]):
             raise ValueError(
-                f"{key} is another parameter in {path} than in {files[0]}, as an expert is, and one file of whole "
-                "weights has place for one: load the checkpoint with FairScale and save model.state_dict() on each rank"
+                f"{key} differs between {path} and {files[0]}, as an expert does, and one file of full weights has "
+                "only one value for it: load the checkpoint with FairScale, and save model.state_dict() on each rank"
             )
 
 

@@ -216,10 +216,10 @@ def _joined(target: str, converter: Any, lists: Mapping[str, list[Assembled]]) -
             parts = [part for pattern in converter.source_patterns for part in current.get(pattern, ())]
             current = {converter.source_patterns[0]: [_concatenate(target, parts, operation.dim)]}
         else:
-            raise ValueError(f"{target} is made of saved tensors by {kind}, which is not known here: {_WHAT_HELPS}")
+            raise ValueError(f"{target} is made of saved tensors by {kind}, which is not supported: {_WHAT_HELPS}")
     left = [part for parts in current.values() for part in parts]
     if len(left) != 1:
-        raise ValueError(f"{target} is made of {len(left)} saved tensors that nothing puts together: {_WHAT_HELPS}")
+        raise ValueError(f"{target} is made of {len(left)} saved tensors, and no operation joins them: {_WHAT_HELPS}")
     return left[0]
 
 

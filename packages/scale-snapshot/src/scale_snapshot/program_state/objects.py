@@ -400,7 +400,7 @@ def _check_names(names: Sequence[str], values: Mapping[str, Any]) -> None:
                     f"'{key}' is the name of an entry of the object '{name}': give one of them another name"
                 )
     if INDEX in values:
-        raise ValueError(f"'{INDEX}' is what a snapshot says of its objects: give the value another name")
+        raise ValueError(f"the name '{INDEX}' is reserved for the index of a snapshot: give the value a different name")
 
 
 def _is_one_state(optimizer: Optimizer) -> bool:

@@ -74,7 +74,9 @@ def _check(options: PlanOptions) -> None:
         if len(set(several)) < len(several):
             raise InputError(f"{flag} {' '.join(map(str, several))}: name each once")
     if options.activations == ("offload",):
-        raise InputError("--activations offload: it is planned beside others; take --activations keep offload")
+        raise InputError(
+            "--activations offload: expected a second way to compare it with; take --activations keep offload"
+        )
     if options.jobs is not None and options.jobs < 1:
         raise InputError(f"--jobs {options.jobs}: at least 1 is needed")
     if options.ranks_per_host is not None and options.ranks_per_host < 1:
