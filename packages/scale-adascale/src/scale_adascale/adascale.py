@@ -352,9 +352,9 @@ class AdaScale(Optimizer):
         Args:
             scale: At least 1.
             update_estimate: Multiply the averaged variance by old / new scale, as FairScale does. If the batch grows
-                and the small batch stays, pass False, because then the variance of the small batch stays, too. The
-                noise scale is measured on the present batches. With True, each pass has the same number of samples as
-                before, and the small batch is a step's batch divided by `scale`.
+                and the small batch stays, pass False, because then the variance of the small batch stays. The noise
+                scale is measured on the present batches. With True, each pass has the same number of samples as before,
+                and the small batch is a step's batch divided by `scale`.
 
         Raises:
             RuntimeError: More backward passes are to come before the next step.

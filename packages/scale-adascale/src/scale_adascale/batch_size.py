@@ -106,8 +106,8 @@ def suggest_batch_size(
         512
 
     Args:
-        seconds: Measured seconds of a step, by batch size (samples over all ranks); of two sizes at least, since one
-            does not tell which part of a step's time grows with the batch: then all of it is taken to.
+        seconds: Measured seconds of a step, by batch size (samples over all ranks). Give at least two sizes, because
+            with one we can't tell which part of the time grows with the batch, and assume all of it.
         noise: The gradient noise scale in samples, as `optimizer.noise_scale(base_batch_size)`.
         base_batch_size: Samples of scale 1.
         candidates: Batch sizes to choose from; those measured and their doubles, up to twice the largest one, if None.

@@ -38,8 +38,8 @@ def until_steps(
         batches: An iterable that can be iterated more than once, for example a `DataLoader`.
         optimizer: The AdaScale that steps. Steps that it has taken before count.
         steps: Steps of the small batch.
-        first_epoch: The first number for `set_epoch`. If None it is 0 at the beginning, and where a training goes on, a
-            number that no epoch with a step in it has had: the steps that it is worth so far.
+        first_epoch: The first number for `set_epoch`. None is 0 at the start. If training resumes, None is the progress
+            so far, in steps, which no epoch with a step has had as its number.
 
     Raises:
         TypeError: The optimizer is not an AdaScale.

@@ -20,8 +20,8 @@ class AdaScaleOptions:
         >>> optimizer = AdaScale(sgd, num_gradients_to_accumulate=2, options=AdaScaleOptions(power=0.5))
 
     Attributes:
-        power: Learning rates are multiplied by gain ** power. 1 if None, as for SGD; 0.5 for Adam and AdamW; of others
-            that divide gradients by something, for example RMSprop, it must be said.
+        power: Learning rates are multiplied by gain ** power. None is 0.5 for Adam and AdamW, and 1 for SGD. If a
+            different optimizer divides gradients, for example RMSprop, you must give it.
         preconditioned: Measure gradients as Adam and AdamW use them, divided by the root of the mean second moment of
             their tensor. None is whether they are Adam's or AdamW's.
         grad_scaler: The scaler that multiplies losses and steps, torch's `GradScaler` or `ShardedGradScaler`.

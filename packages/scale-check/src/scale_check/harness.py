@@ -162,9 +162,9 @@ def parity(
 
     Raises:
         ParityError: They differ. It names step, phase, module or parameter, ranks, index and both values.
-        ValueError: The samples don't divide among the ranks; a batch has something else than tensors, numbers and
-            texts; a function is not at the top level of a module; or the model draws random numbers, as dropout does,
-            which are others on each rank.
+        ValueError: The ranks don't divide the samples; a batch has values other than tensors, numbers and texts; a
+            function is not at the top level of a module; or the model draws random numbers, for example by dropout,
+            because they differ between ranks.
 
     Example:
         >>> import torch

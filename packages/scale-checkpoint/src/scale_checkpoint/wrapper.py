@@ -63,15 +63,15 @@ def checkpoint_wrapper(
     Args:
         module: Changed in place.
         offload_to_cpu: Keep the inputs in the memory of the host; the same as `offload_to="host"`.
-        keep: Operators whose results are kept, so that they are not computed again: names, as "addmm" or
-            "_scaled_dot_product.*"; a policy function as torch's selective checkpointing has it; or "selective", which
-            keeps results that take long for their size: linear layers, convolutions, attention, and those batched
+        keep: Operators whose results are kept, not computed again. Names, for example "addmm" or
+            "_scaled_dot_product.*"; or a policy function, as for torch's selective checkpointing; or "selective". The
+            last keeps results that take long for their size: of linear layers, convolutions, attention, and batched
             products that are smaller than their inputs.
         offload_to: "host" or the path of a folder: where the inputs are kept.
         min_bytes: Storages smaller than this are not offloaded.
         preserve_random_state: False for a module that draws no random numbers, or need not draw them again.
-        context_fn: As torch's checkpoint takes it: called once for each call of the module; returns two contexts, one
-            around its forward and one around each recomputation, for example the contexts of
+        context_fn: A function as torch's checkpoint takes it. We call it once per call of the module. It returns two
+            contexts, for the forward and for each recomputation, for example by
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
         determinism_check: "none" leaves out torch's comparison of the tensors that the recomputation saves, by shape,
             dtype and device, with those that the forward has saved.
@@ -239,9 +239,9 @@ def checkpoint_modules(
 
     Args:
         model: Changed in place. It has no name itself, and is not chosen.
-        select: A regular expression for full names, as `named_modules` gives them, for example `r"layers\.\d+"`, or
-            several; or a class, whose modules are all chosen; or a function of name and module that returns one of
-            the words and policies that `how` takes, or None for nothing.
+        select: One or several regular expressions for full names of `named_modules`, for example `r"layers\.\d+"`; or a
+            class, for all its modules; or a function of name and module. The function returns a word or policy that
+            `how` takes, or None.
         how: The treatment of those whose names or class match, as `apply_checkpointing` takes it.
         offload_to: "host" or the path of a folder.
         offload_inputs: If modules are recomputed, keep their inputs there, too.
@@ -250,8 +250,8 @@ def checkpoint_modules(
         The names of the modules that were chosen, in the order of the model.
 
     Raises:
-        ValueError: A pattern is not a regular expression, or matches nothing (the error lists near names) or only a
-            list of modules, which is never called; or no module is of the class; or `how` is none: see
+        ValueError: A pattern is not a regular expression, matches nothing (the error lists near names), or matches only
+            a list of modules, which is never called. No module is of the class. Or `how` is wrong, see
             `apply_checkpointing`. Nothing was changed.
 
     See also: [the guide to activation checkpointing](../guides/checkpoint.md).

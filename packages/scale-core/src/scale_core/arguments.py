@@ -40,9 +40,9 @@ def checked_arguments(*, own: str) -> Callable[[F], F]: ...
 def checked_arguments(function: Any = None, *, own: str = "") -> Any:
     """Makes a function, or a class when it is constructed, refuse arguments that their annotations rule out.
 
-    The signature stays unchanged. Annotations are read at the first call; one that can't be read (a name that is
-    imported for type checkers alone, an alias in quotes) is not compared with anything. Nothing is checked while
-    torch.compile traces. `own` names parameters that the function compares itself, as it has more to say of them.
+    The signature stays unchanged. Annotations are read at the first call. If one can't be read, for example a name that
+    is imported for type checkers only, its argument is not checked. Nothing is checked while torch.compile traces.
+    `own` names parameters that the function compares itself, as it has more to say of them.
 
     >>> @checked_arguments
     ... def average(values: list[float], weighted: bool = False) -> float:

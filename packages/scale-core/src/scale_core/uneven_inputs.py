@@ -44,8 +44,8 @@ def current_share() -> LossShare | None:
 class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(loader)`, as `range` and `zip` do
     """Yields batches on every rank until no rank has any more.
 
-    All ranks must do the same with their batches: forward, backward, optimizer step. `active` tells whether the batch
-    that was yielded last is one that counts. Not for micro-batches under `no_sync()`: yield them together.
+    All ranks must do the same with their batches: forward, backward, optimizer step. `active` tells whether the last
+    yielded batch counts. Not for micro-batches under `no_sync()`: yield them together.
 
         >>> from scale_core import join
         >>> [batch for batch in join(["a", "b"])]
@@ -55,8 +55,9 @@ class join(Generic[T]):  # noqa: N801  # it reads as a verb, `for batch in join(
         batches: This rank's batches; one at least.
         process_group: The ranks, each with its own batches; the default group if None. Ranks that share a batch, as
             in a pipeline or in tensor parallel layers, are not joined with each other.
-        samples: How many samples a batch has. With it a rank counts by its samples, as where the last batch of some
-            rank is a smaller one and each loss is a mean over a batch; without it all batches count equally.
+        samples: A function that returns the number of samples of a batch. With it, ranks count by their samples. Use it
+            if a last batch may be smaller, because a loss is a mean over its batch. Without it, all batches count
+            equally.
         limit_seconds: The longest wait for a rank; None is the group's own limit.
 
     Attributes:

@@ -20,9 +20,9 @@ Kind: TypeAlias = Literal["1d", "embedding"]
 class CommunicationPolicy:
     """How a unit's parameters and gradients are sent between ranks; None sends the values unquantized.
 
-    A format is "int8", "float8_e4m3" or "int4", in blocks of 128 values with an fp32 scale each, or a
-    `scale_fsdp.transports.blocks.BlockFormat`, whose module states the error of each. The shards, and so the
-    optimizer, the state dicts and every snapshot, keep their dtype: only messages are rounded.
+    A format is "int8", "float8_e4m3" or "int4", in blocks of 128 values with one fp32 scale per block; or a
+    `scale_fsdp.transports.blocks.BlockFormat`. The module of `BlockFormat` states the error of each format. The shards,
+    and so the optimizer, the state dicts and every snapshot, keep their dtype: only messages are rounded.
 
     Parameters of one dimension (norms, biases) and of embeddings are sent as they are, and so are those that are no
     floating-point numbers: `print(describe(model))` shows which. In a group of one rank nothing is sent, and nothing
@@ -43,10 +43,10 @@ class CommunicationPolicy:
             nodes: shards come from one rank of each other node and are passed on inside in the dtype of the
             computation; gradients are averaged inside a node first. Where there are no more ranks than that, they are
             one node, and nothing is quantized. None treats all ranks equally.
-        error_feedback: The rounding error of the gradients of one step is added to the gradients of the next: 4 bytes
-            per gradient that this rank quantizes, twice that in a backward pass, and until the step where a
-            `ShardedGradScaler` scales the loss. `ErrorFeedbackState(model)` puts it into a snapshot; a run that goes on
-            from one without it begins with an error of zero.
+        error_feedback: Add the rounding error of one step's gradients to the gradients of the next step. This takes 4
+            bytes per gradient that this rank quantizes. In a backward pass it takes 8, and with a `ShardedGradScaler`
+            until the step. `ErrorFeedbackState(model)` puts it into a snapshot; a run that goes on from one without it
+            begins with an error of zero.
         include: Parameters that are sent in these formats all the same: "1d", "embedding".
 
     Raises:

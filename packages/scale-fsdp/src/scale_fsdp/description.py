@@ -276,8 +276,9 @@ class Description:
         model_class: The name of the class of the module that was described.
         units: In the order of `named_modules`.
         shards: Bytes of the parameters' shards, which are always in memory.
-        gathered_at_most: The most bytes of full parameters at one time: a unit, the units around it and those that it
-            shares with, the part of other units that stays after their forward, and the largest other unit, prefetched.
+        gathered_at_most: The most bytes of full parameters at one time. These are a unit, the units around it, the
+            units that it shares parameters with, the parts that other units keep after their forward, and the largest
+            other unit, prefetched.
         gradients: Bytes of the reduced gradients of the shards that train.
         flat_gradients_at_most: Bytes of one unit's gradients before they are reduced; under `no_sync`, of all units.
         state_of_elementwise_optimizer: Bytes of each state of an optimizer with one number per element, in the dtype of

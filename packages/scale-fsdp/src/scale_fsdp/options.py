@@ -31,28 +31,28 @@ class ShardOptions:
     Attributes:
         flatten_parameters: Show the optimizer one flat tensor per dtype and kind (trained or frozen) in place of
             one local shard per parameter.
-        atom: The block that is never cut between two ranks: "auto", "element", "row", "parameter", `BlockAtom(k)` of
-            `scale_core.flat.layout`, or a function from a parameter's name and shape to one of them.
-        buffer_dtype: Of the module's floating-point buffers. None leaves them, which is right nearly always: rotary
-            frequencies and running statistics don't survive half precision.
-        compute_device: Where to compute. None is the mesh's accelerator, or where the parameters are or, for shards on
-            the host, this rank's accelerator.
-        init: Initializes parameters and buffers on the meta device, in memory where the unit computes that is freed
-            again once they are sharded. None is each module's own `reset_parameters`; a function is called with each
-            module that directly has such parameters or buffers. False leaves the shards on meta and sends nothing:
-            then `model.to_empty(device=...)` gives them memory, and a checkpoint or the modules' `reset_parameters()`
-            their values. If `fully_shard` is called under `torch.device("meta")`, None is False.
-        sync_module_states: Begin with rank 0's parameters and buffers on all ranks. Where it is off, all ranks must
-            have built equal ones.
+        atom: The block that is never cut between ranks: "auto", "element", "row", "parameter" or `BlockAtom(k)` of
+            `scale_core.flat.layout`; or a function of a parameter's name and shape that returns one of these.
+        buffer_dtype: The dtype of the module's floating-point buffers. None leaves them, which is nearly always right,
+            because rotary frequencies and running statistics need fp32.
+        compute_device: The device that computes. None is the mesh's accelerator, or the device of the parameters. For
+            shards on the host, None is this rank's accelerator.
+        init: Initializes parameters and buffers that are on the meta device. It uses memory of the compute device, and
+            frees it after sharding. None is each module's own `reset_parameters`; a function is called with each module
+            that directly has such parameters or buffers. False leaves the shards on meta and sends nothing. Then call
+            `model.to_empty(device=...)` for memory, and load a checkpoint or call `reset_parameters()` for values. If
+            `fully_shard` is called under `torch.device("meta")`, None is False.
+        sync_module_states: Start from rank 0's parameters and buffers on all ranks. With False, all ranks must have
+            built equal ones.
         limit_seconds: The longest wait for a rank, before all ranks raise. None is the process group's own time limit,
             at most ten minutes. The outermost unit's counts.
-        error_if_nonfinite: Abort a training step, on all ranks, in which an output of a unit or a local gradient is
-            infinite or NaN on one of them; the error there, a FloatingPointError, names rank, unit and parameter. It
-            costs one more read of all of these, and two waits for the device per step. Not together with a gradient
+        error_if_nonfinite: If an output of a unit or a local gradient is infinite or NaN on one rank, abort the
+            training step on all ranks. That rank raises a FloatingPointError, which names rank, unit and parameter. It
+            costs one more read of these tensors, and two waits for the device per step. Not together with a gradient
             scaler, which needs infinite gradients to find its scale. The outermost unit's counts.
-        check_replicas_every: With hybrid sharding, after how many training passes the copies of the shards are
-            compared, beginning with the first; 0 is never. None is 100, or the value of `SCALE_CHECK_REPLICAS_EVERY`. A
-            difference is a `DivergenceError`. The outermost unit's counts.
+        check_replicas_every: With hybrid sharding, the number of training passes between comparisons of the shards'
+            copies, beginning with the first pass; 0 is never. None is 100, or the value of
+            `SCALE_CHECK_REPLICAS_EVERY`. A difference is a `DivergenceError`. The outermost unit's counts.
         communication: A `CommunicationPolicy`: parameters and gradients are sent in 8 or 4 bits. Losses are then
             near the losses of plain PyTorch, but not equal to them.
 

@@ -114,10 +114,11 @@ class Balance:
     Attributes:
         aux_loss_coef: Factor of the load balancing loss, for example 0.01.
         z_loss_coef: Factor of the router's z-loss, for example 0.001.
-        attached: The layer adds the gradients of its losses to the backward pass by itself, times its attribute
-            `aux_loss_scale`: what your loss is multiplied by where that is not 1, as 1 / the number of micro-batches,
-            or the factor of a gradient scaler. With False add `coef * layer.aux_loss` to your loss.
-        bias_update_rate: By how much `update_expert_bias()` changes the bias by which experts are chosen, as 0.001.
+        attached: The layer adds the gradients of its losses to the backward pass, times its attribute `aux_loss_scale`.
+            If you multiply your loss, for example by 1 / the number of micro-batches or by a gradient scaler, set it to
+            this factor. With False, add `coef * layer.aux_loss` to your loss.
+        bias_update_rate: The step by which `update_expert_bias()` changes the bias of the expert choice, for example
+            0.001.
 
     Examples:
         >>> import torch
@@ -157,8 +158,8 @@ class MoE(nn.Module):
         activation: A function of tensors.
         shared_expert: A module for [..., dim] that all tokens go through, whose output is added; each rank has it.
         process_group: The ranks that divide the experts, `ep` of a ParallelDims; None is the default group. With a mesh
-            of two dimensions, (expert, tensor), ranks of the second, `tp` of a ParallelDims, divide the hidden features
-            of each expert, and have the same tokens.
+            (expert, tensor), the ranks of its second dimension, `tp` of a ParallelDims, divide the hidden features of
+            each expert, and have the same tokens.
         batch_process_group: The ranks whose tokens are one batch to capacities, expert choice and losses; None is the
             expert axis, if that has all tokens or nothing depends on the batch. With replicas of the experts, pass the
             ranks of both axes, without the tensor axis. With `scale_core.Group()` each rank has its own batch. If

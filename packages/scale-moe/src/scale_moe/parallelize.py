@@ -46,9 +46,9 @@ _logger = logging.getLogger(__name__)
 def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn.Module:
     """Divides the experts of a model between ranks, in place; each rank has its own tokens.
 
-    It finds modules by their structure: with an attribute `num_experts`, parameters whose first dimension is that, and
-    a forward of hidden states [T, dim], indices of experts [T, k] and weights [T, k], as all mixtures of transformers 5
-    have (Mixtral, Qwen-MoE, DeepSeek, OLMoE, GPT-OSS, ...). Routers, shared experts and all else stay complete on each
+    It finds modules by their structure: an attribute `num_experts`, parameters [num_experts, ...], and a forward of
+    hidden states [T, dim], expert indices [T, k] and weights [T, k]. All mixtures of transformers 5 have it, for
+    example Mixtral, Qwen-MoE, DeepSeek, OLMoE and GPT-OSS. Routers, shared experts and all else stay complete on each
     rank. Outputs and gradients are the same as in the undivided model, as `MoE` says.
 
     Each rank takes its experts out of its own copy. So all copies must have the same values, for example from one seed
@@ -57,15 +57,15 @@ def parallelize_experts(model: nn.Module, process_group: GroupLike = None) -> nn
     Args:
         model: On the host, a device or meta. Before it is wrapped and before an optimizer is built.
         process_group: The ranks that divide the experts, `ep` of a ParallelDims; None is the default group. With a mesh
-            of two dimensions, (expert, tensor), ranks of the second, `tp` of a ParallelDims, divide the hidden features
-            of each expert, and have the same tokens.
+            (expert, tensor), the ranks of its second dimension, `tp` of a ParallelDims, divide the hidden features of
+            each expert, and have the same tokens.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: It has no such modules, one that is divided already, or whose hidden features can't be divided; or
-            the ranks differ in theirs. Nothing has been changed then.
+        ValueError: The model has no such modules, or one that is divided already, or hidden features that can't be
+            divided; or the modules differ between ranks. The model is unchanged then.
 
     Example:
         model = AutoModelForCausalLM.from_pretrained("mistralai/Mixtral-8x7B-v0.1")

@@ -30,8 +30,8 @@ class Routing(NamedTuple):
     """Where tokens go.
 
     Attributes:
-        expert_index: [T, k] int64, the expert of each choice; -1 where there is none, as where it was dropped.
-        weight: [T, k] fp32, what the expert's output is multiplied by; 0 where there is none.
+        expert_index: [T, k] int64, the expert of each choice; -1 if the choice was dropped, or there is none.
+        weight: [T, k] fp32, the factor of the expert's output; 0 if there is no expert.
         num_dropped: [] int64, how many choices of this rank's tokens were dropped.
 
     See also: [the guide to experts](../guides/experts.md).
@@ -91,7 +91,7 @@ def top_k_routing(
         normalize: Divide the weights of a token by their sum; for k = 1 Switch does not.
         scaling_factor: What the weights are multiplied by at the end, `routed_scaling_factor` of DeepSeek.
         bias: [E], added to the scores to choose experts and not to weigh them (DeepSeek-V3, eq. 16).
-        num_groups: Experts stand in so many groups of one size; a token goes to experts of `top_groups` of them, those
+        num_groups: The number of expert groups, all of one size. A token goes to experts of `top_groups` groups: those
             with the highest sums of their two highest scores (DeepSeek-V3, section 2.1.2).
         top_groups: See `num_groups`.
 

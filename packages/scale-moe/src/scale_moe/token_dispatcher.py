@@ -103,8 +103,8 @@ def plan_dispatch(
 
     Args:
         tokens: [T, dim], what will be sent.
-        expert_index: [T, k] int64; -1, or any number without an expert, is no choice.
-        weight: [T, k], what the outputs of the experts will be multiplied by.
+        expert_index: [T, k] int64; -1, and any number that is not an expert's, means no choice.
+        weight: [T, k], the factors of the experts' outputs.
         num_experts: E, of all ranks; see `experts_per_rank`.
         group: The ranks that the experts are divided between.
         name: The layer's name in errors; the same on all ranks.
@@ -113,9 +113,8 @@ def plan_dispatch(
             they compare sums of their bits.
 
     Raises:
-        ValueError: The shapes do not fit each other. Raised on all ranks: the layers or routers differ, a weight
-            of some rank is not finite, tokens need gradients on some ranks only, or ranks of a
-            `tensor_parallel_group` have other tokens.
+        ValueError: The shapes do not fit each other. On all ranks: the layers or routers differ, a weight is not
+            finite, only some ranks' tokens need gradients, or ranks of a `tensor_parallel_group` have different tokens.
         TransferError: A rank did not come.
 
     Examples:

@@ -46,7 +46,7 @@ _logger = logging.getLogger(__name__)
 
 
 class OSS(OSSStep):
-    """Optimizer state sharding: wraps any optimizer, and is one to schedulers, scalers and loops.
+    """Optimizer state sharding: wraps any optimizer. Schedulers, scalers and loops accept it as an optimizer.
 
         >>> import torch
         >>> from scale_oss import OSS
@@ -55,8 +55,8 @@ class OSS(OSSStep):
         >>> model(torch.ones(1, 4)).sum().backward()
         >>> optimizer.step()
 
-    Gradients must be averaged over the ranks when it steps, by DistributedDataParallel, or by `ShardedDataParallel`,
-    which leaves each rank its shard of them alone.
+    Before it steps, gradients must be averaged over the ranks, by DistributedDataParallel or by `ShardedDataParallel`.
+    With the latter each rank keeps only its shard of them.
 
     Parameters may be shards already, as in a model under `fully_shard` (scale-fsdp). An optimizer that updates
     each element by itself then steps on the shards themselves, as it would without OSS. One that needs full tensors,
@@ -65,11 +65,11 @@ class OSS(OSSStep):
     kinds of parameters.
 
     Args:
-        params: Parameters, named parameters or parameter groups, equal on all ranks. They get their memory in flat
-            buffers, but for shards.
+        params: Parameters, named parameters or parameter groups, equal on all ranks. Except shards, they move into flat
+            buffers.
         optim: The class of the optimizer.
-        process_group: The ranks. None is those between which shards are divided, if all parameters are shards, or
-            else the default group. Of a ParallelDims these are the ranks of `edp`, with or without experts.
+        process_group: The ranks. If all parameters are shards, None is the ranks that hold the shards. Otherwise it is
+            the default group. Of a ParallelDims these are the ranks of `edp`, with or without experts.
         broadcast_fp16: Send updated parameters in half precision: less to send, and every rank computes with rounded
             parameters. The unrounded ones are in the optimizer's state, as `master_param`. May be set later as an
             attribute. Pieces of shards are sent as they are.

@@ -150,13 +150,13 @@ class ShardedDataParallel(nn.Module):
         broadcast_buffers: All ranks take rank 0's buffers before each forward pass.
         sync_module_states: All ranks take rank 0's parameters and buffers now.
         reduce_fp16: Send gradients of fp32 parameters in half precision.
-        overlap_gather: Updated parameters are gathered during the next forward pass, and waited for at their first
-            use. Off, `step` waits.
+        overlap_gather: Gather updated parameters during the next forward pass, and wait at their first use. With False,
+            `step` waits.
 
     Raises:
         TypeError: An optimizer is not an `OSS`.
-        ValueError: A parameter that trains is in none of them, or in two; the groups differ; a
-            `torch.jit.ScriptModule` is in the module while `overlap_gather` is on.
+        ValueError: A trainable parameter is in no optimizer, or in two; the groups differ; or the module has a
+            `torch.jit.ScriptModule` and `overlap_gather` is True.
 
     See also: [the guide to OSS](../guides/oss.md).
     """

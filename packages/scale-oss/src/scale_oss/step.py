@@ -65,8 +65,8 @@ class OSSStep(OSSStateDictMixin):
 
         Raises:
             RuntimeError: Gradients have not been reduced, or a rank can't be reached.
-            ContractError: Ranks have other hyperparameters, for example of a scheduler that saw other losses; or the
-                step of `optim` has raised on some rank, as without memory, which raises its own error. With
+            ContractError: Hyperparameters differ between ranks, for example because a scheduler saw different losses;
+                or the step of `optim` has raised on a different rank. That rank raises its own error. With
                 `ShardedDataParallel`, and over shards of `fully_shard`, it is raised at the end of the next backward
                 pass.
         """

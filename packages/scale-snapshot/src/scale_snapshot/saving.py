@@ -36,7 +36,7 @@ def save(
     keep: int | None = None,
     extra: Any = None,
 ) -> Path:
-    """Saves the objects of a training as `directory/step-<step>`, which is complete in the end, or not there.
+    """Saves the objects of a training as `directory/step-<step>`. If it fails, there is no such directory.
 
     To be called on every rank of the group, with a directory that all of them see.
 
@@ -55,10 +55,10 @@ def save(
     Args:
         directory: Holds all snapshots of a run; it is created where it is missing.
         step: The training step, at least 0. A step that is saved already is not replaced.
-        objects: By name, on all ranks the same ones: modules, sharded and wrapped in any way; optimizers, or lists of
-            them, each of one of the modules; whatever has `state_dict` and `load_state_dict`; `RandomState()`; tensors
-            (the lowest rank's), `LocalShard`s and values, the same on all ranks. `PerRank` and `FromRank0` mark objects
-            that differ between ranks. A result of `sharded_state_dict` can be given, too.
+        objects: By name, the same on all ranks: modules, sharded and wrapped in any way; optimizers of these modules,
+            or lists of them; objects with `state_dict` and `load_state_dict`; `RandomState()`; tensors (the lowest
+            rank's), `LocalShard`s and values. `PerRank` and `FromRank0` mark objects that differ between ranks. A
+            result of `sharded_state_dict` can be given, too.
         process_group: The ranks that hold the state together; the default group if None.
         keep: How many snapshots stay in the directory, the newest ones, at least 1; None for all.
         extra: Plain Python values of rank 0, without tensors; `load(...).extra` returns them as they were.
@@ -178,20 +178,20 @@ def load(
         objects: As given to `save`. Tensors are written to in place.
         step: This snapshot and no other.
         process_group: The ranks that hold the state together; the default group if None.
-        strict: False loads saved values that fit the objects, and warns of the rest, which stays unchanged. An
-            optimizer's state of a parameter is loaded if all of it and the parameter fit; the state of
-            another kind of optimizer is left out completely.
-        only_given: Whether objects that were saved may be left out, as the optimizer where a model is only evaluated;
-            the given objects have to fit nevertheless, as `strict` says.
+        strict: With False, load saved values that fit the objects, and warn of the rest, which stays unchanged. An
+            optimizer's state of a parameter is loaded if all of it and the parameter fit. The state of a different
+            class of optimizer is left out.
+        only_given: Whether you may leave out saved objects, for example the optimizer if you only evaluate. The given
+            objects must fit, as `strict` says.
         cast: Whether floating-point numbers and integers are converted to the dtypes of the parameters and buffers.
 
     Returns:
         The snapshot; `state` has the objects by name, and the saved values of those that are values.
 
     Raises:
-        SnapshotError: On every rank: there is no complete snapshot, it has other objects or is of another model; or
-            an object had a state on each rank and was saved by another number of them. `DamagedSnapshotError` and
-            `NewerSnapshotError` are as of `load_snapshot`.
+        SnapshotError: On every rank: there is no complete snapshot, its objects or its model differ, or an object with
+            a state per rank was saved by a different number of ranks. `DamagedSnapshotError` and `NewerSnapshotError`
+            are as of `load_snapshot`.
 
     Examples:
         >>> import tempfile, torch

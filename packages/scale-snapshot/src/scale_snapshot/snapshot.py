@@ -105,8 +105,8 @@ def save_snapshot(
         The snapshot's directory.
 
     Raises:
-        SnapshotError: On every rank, whichever failed: the disk is full, the step is there already, a value is none
-            that JSON knows. The snapshots that were there still are.
+        SnapshotError: On every rank, if any rank fails: the disk is full, the step exists already, or JSON can't hold a
+            value. The snapshots that were there still are.
 
     Examples:
         >>> import tempfile, torch
@@ -183,8 +183,8 @@ def load_snapshot(
     Args:
         directory: As given to `save_snapshot`.
         state: The destinations: `LocalShard`s and tensors are overwritten in place, other values are returned. Or a
-            function that returns it when it is given, for each saved key, a `SavedTensor` or the saved value; it is
-            called again for the next snapshot where one is passed over.
+            function that returns the destinations. It is called with a `SavedTensor` or the saved value by key, and
+            again for the next snapshot if one is skipped.
         process_group: The ranks that hold the state together; the default group if None.
         step: This snapshot and no other.
         strict: False loads matching values, leaves the rest unchanged, and warns with a list of mismatches.
@@ -196,9 +196,9 @@ def load_snapshot(
         NewerSnapshotError: On every rank: a newer version of scale-core wrote the one that was to be loaded.
         ForeignCheckpointError: On every rank: the directory is a checkpoint of another library; the error says how it
             is converted.
-        SnapshotError: On every rank: there is no complete snapshot (`FileNotFoundError` is the cause), or it belongs to
-            another model (`StateMismatch` is the cause; it lists all that differs); or the ranks were given different
-            arguments.
+        SnapshotError: On every rank: there is no complete snapshot (the cause is a `FileNotFoundError`), it belongs to
+            a different model (the cause is a `StateMismatch`, which lists all differences), or the arguments differ
+            between ranks.
 
     Examples:
         >>> import tempfile, torch

@@ -82,13 +82,12 @@ class UseAfterReleaseError(ScaleError):
 class Simulation(Memory):
     """What one rank holds and sends, filled while `simulate()` runs: the memory of `device`, and collectives.
 
-    `on("cpu")` gives the host's memory, which is another one where the device is the stand-in for an accelerator.
+    `on("cpu")` returns the memory of the host. On `device="sim"` it differs from the memory of the device.
 
-    Kinds of memory are "parameters", "gradients" and "optimizer state" (what an optimizer holds when it steps; on a
-    sharded model these are the local shards), "gathered" (outputs of all-gathers, and storages that are released and
-    filled again), "reduction" (inputs of reduce-scatters), "buffers" (of modules), "activations" (anything else that
-    is allocated outside of the backward pass and the step), "temporaries" (anything else inside of them, such as
-    gradients on their way and what a checkpointed module recomputes), and those named by `label`.
+    Kinds of memory are "parameters", "gradients" and "optimizer state", which on a sharded model are the local shards.
+    "gathered" is for outputs of all-gathers, and for storages that are released and filled again; "reduction" is for
+    inputs of reduce-scatters, "buffers" for buffers of modules. Other memory is "temporaries" if it is allocated in the
+    backward pass or the step, for example by a recomputation, and "activations" if not. `label` names further kinds.
 
     Attributes:
         rank: The global rank that this process plays.

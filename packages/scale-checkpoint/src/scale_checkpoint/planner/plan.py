@@ -146,8 +146,8 @@ def plan_memory(
     Args:
         model: In the state in which it will train: its device, its dtype, `train()`; before it is sharded or wrapped.
         sample_input: A batch as in training: a tensor, a tuple of positional or a dict of keyword arguments.
-        budget_bytes: For all that lives on the device in a step: parameters, buffers, inputs, activations, gradients,
-            and `other_bytes`.
+        budget_bytes: The limit, in bytes, for everything on the device in a step: parameters, buffers, inputs,
+            activations, gradients, and `other_bytes`.
         loss: Makes a scalar of the model's output; None takes the output's `loss`, or the output itself if it is
             a scalar, or else gives every result a gradient of ones.
         strategies: The possible strategies of each block: see `profile_memory`.

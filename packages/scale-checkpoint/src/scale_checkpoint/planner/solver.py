@@ -57,8 +57,8 @@ def fastest(
 ) -> list[str] | None:
     """Returns the strategy of each segment that makes the step fastest within the budget; None where no plan fits.
 
-    Of equally fast plans, one that keeps less. Exact while no front exceeds `MAX_FRONT`; beyond, kept bytes are rounded
-    up by at most one part in `MAX_FRONT` of the budget: the plan fits, but a faster one might, too.
+    Of equally fast plans, one that keeps less. Exact while no front exceeds `MAX_FRONT`. Beyond it, kept bytes are
+    rounded up by at most 1 / `MAX_FRONT` of the budget. The plan fits then, but a faster plan might fit as well.
     """
     best = _best(segments, boundary_tensors, budget_bytes, lambda cost, added, _: cost + added.seconds)
     if best is None:

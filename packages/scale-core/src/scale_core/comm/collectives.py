@@ -198,8 +198,8 @@ def reduce_scatter(
 ) -> CollectiveWork:
     """Starts to sum every rank's `full`; each rank gets its own shard of the sum.
 
-    On gloo the summands are added in rank order, in the wider one of `dtype` and the wire's; the sum is divided by W
-    there, and rounded to `dtype` once. So the result depends only on the summands, and timing does not change it.
+    On gloo we add in rank order, in `dtype` or the dtype of the wire, whichever is wider. Then the sum is divided by W,
+    and rounded to `dtype` once. So the result depends only on the summands, and timing does not change it.
 
     Args:
         full: [W * S]; belongs to the collective until `wait()`. Its dtype is the dtype of the messages.

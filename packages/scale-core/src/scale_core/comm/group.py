@@ -86,9 +86,8 @@ def group_of(process_group: GroupLike = None, *axes: str) -> Group:
     """Returns the `Group` of a process group, mesh or stand-in.
 
     Args:
-        process_group: A `ParallelDims`, a process group, a one-dimensional `DeviceMesh`, an object with `rank()` and
-            `size()` whose size is 1, or None: the default group where `torch.distributed` is initialized, else a world
-            of one.
+        process_group: A `ParallelDims`, a process group, a one-dimensional `DeviceMesh`, or an object with `rank()` and
+            `size()` of size 1. None is the default group, or a world of one if `torch.distributed` is not initialized.
         axes: The axis of a `ParallelDims` that the caller means, or several together. Without it, all ranks.
 
     Raises:

@@ -54,9 +54,9 @@ def check_replicas(
 ) -> None:
     """Checks that ranks which hold the same parameters hold the same values; all ranks of the group call it together.
 
-    It compares the bits of parameters that are not divided; of equal pieces of divided ones, for example in hybrid
-    sharding or in tensor parallel layers; of parameters that several stages of a pipeline share; and of buffers. It
-    costs two reads of their memory, one small message, and on an accelerator one wait for it.
+    It compares bits of buffers, of undivided parameters, of parameters that several pipeline stages share, and of equal
+    pieces of divided parameters, for example in hybrid sharding. It costs two reads of their memory, one small message,
+    and on an accelerator one wait for it.
 
         >>> import torch
         >>> from scale_core import check_replicas
@@ -64,8 +64,8 @@ def check_replicas(
         >>> check_replicas(model, step=100)  # in a loop: if step % 100 == 0
 
     Args:
-        model: The model, between two steps; or pairs of a name and a tensor, any shape and dtype, where only some of
-            its parameters are the same on all ranks. Meta tensors and DTensors are left out.
+        model: The model, between two steps. If only some of its parameters are the same on all ranks, pass pairs of a
+            name and a tensor, of any shape and dtype. Meta tensors and DTensors are left out.
         process_group: The ranks; None is the default group.
         buffers: Also compare the model's buffers, except running statistics of batch and instance norms, because each
             rank has those of its batches.

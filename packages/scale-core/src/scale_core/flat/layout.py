@@ -100,8 +100,8 @@ class ShardSpan:
         start: First element, counted in the row-major flattened parameter.
         stop: One past the last element; equal to `start` where the rank holds nothing.
         shard_offset: Where the part begins in the rank's shard.
-        shape: Local shape: the full one where the rank holds the full parameter, (rows, *rest) behind any leading
-            ones where it is cut at rows, 1-D where it is cut inside rows, (0, *shape[1:]) where the rank holds nothing.
+        shape: Local shape: the full shape if the rank holds the full parameter; (rows, *rest), after any leading ones,
+            if it is cut between rows; 1-D if it is cut inside a row; (0, *shape[1:]) if the rank holds nothing.
         numel: Elements of the part.
     """
 
@@ -167,8 +167,9 @@ class FlatLayout:
             shapes: Global shapes, one per name.
             world_size: Ranks that share the buffer.
             atom: The block that is never cut, for all parameters or by a function of name and shape. "auto" is "row"
-                for two dimensions or more while the plan pads by at most 1 %, or by no more than elements would need;
-                otherwise the parameters with the longest rows are cut at elements, as few row lengths as possible.
+                for parameters of two or more dimensions, if the plan then pads by at most 1 %, or by no more than
+                "element" would. If not, it cuts the parameters with the longest rows at elements, and as few of them as
+                possible.
             alignment: Every parameter starts at a multiple of this many elements, and so does every local part of one
                 in its shard; see `alignment_of`. It costs fewer than `alignment` elements per parameter.
 
@@ -245,9 +246,9 @@ class FlatLayout:
 def alignment_of(itemsize: int) -> int:
     """The alignment of parameters of this many bytes per element: 16 bytes, as of most kernels' loads.
 
-    A view of another dtype, for example `view_as_complex` or `view(torch.float16)` of bytes, raises where the
-    offset is not a multiple of that dtype's elements, and on a GPU a kernel may read 16 bytes at once. Tensors of their
-    own start at 64 bytes or more, so models rely on it.
+    A view of a different dtype, for example `view_as_complex`, raises if the offset is not a multiple of that dtype's
+    elements. On a GPU a kernel may read 16 bytes at once. Tensors of their own start at 64 bytes or more, so models
+    rely on it.
 
     Example:
         >>> tuple(alignment_of(itemsize) for itemsize in (1, 2, 4, 8))

@@ -58,9 +58,9 @@ def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
     `no_sync()` of scale-fsdp, each call has the gradients of its pass only. scale-oss calls it with the sum, at the
     reduction: its parameters are unsharded, so a hook on a parameter sees each pass.
 
-    It gets the parameters as `parameters()` yields them and, in the same order, the full local gradient of each, in
-    the full shape (see `full_shape`) and possibly in a lower precision than the parameter. The gradients are borrowed:
-    they must not be changed, nor kept after the callback returns. `handle.remove()` ends the calls.
+    It gets the parameters as `parameters()` yields them and, in the same order, their full local gradients. A gradient
+    has the full shape (see `full_shape`), and may have a lower precision than its parameter. The gradients are
+    borrowed: they must not be changed, nor kept after the callback returns. `handle.remove()` ends the calls.
 
     Examples:
         >>> from scale_core.hooks.gradients import register_local_grad_hook
@@ -135,9 +135,9 @@ def register_grad_published_hook(callback: GradPublishedHook, at_once: Container
 
     Args:
         callback: Gets local shards as `parameters()` yields them. It may take a gradient away, by `param.grad = None`.
-        at_once: Local shards whose gradients the callback uses up, so that they need not wait for the end of the pass:
-            they are put into `param.grad`, and it is called, as soon as they are reduced. Where the pass fails later,
-            that can't be taken back. May grow afterwards.
+        at_once: Local shards whose gradients the callback consumes. As soon as such a gradient is reduced, we put it
+            into `param.grad` and call the callback, before the end of the pass. Where the pass fails later, that can't
+            be taken back. May grow afterwards.
 
     Examples:
         >>> from scale_core.hooks.gradients import register_grad_published_hook

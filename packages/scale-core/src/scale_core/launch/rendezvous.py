@@ -68,8 +68,8 @@ def init_distributed(
             name.
 
     Raises:
-        LaunchError: A variable is missing or wrong, two ranks have one number, some did not come in time, or they have
-            different versions or configurations, which are named.
+        LaunchError: A variable is missing or wrong, two ranks have one number, some ranks did not come in time, or
+            versions or configurations differ. The error names them.
         ValueError: There are more local ranks than devices, or a limit is not above 0.
 
     Example:

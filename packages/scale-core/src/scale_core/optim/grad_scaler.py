@@ -32,9 +32,9 @@ from scale_core.shard import on_local_tensors, shard_of
 class ShardedGradScaler(GradScaler):
     """torch's `GradScaler` for sharded gradients: if one rank finds inf or NaN, all ranks skip the step.
 
-    It is used as torch's is. Gradients may be fp16, bf16, fp32 or fp64, on any device; a rank may own empty shards, or
-    no parameter with a gradient at all. In a world of one it needs no torch.distributed. All ranks of the group call
-    `unscale_` and `step` together, for the same optimizers in the same order.
+    It is used as torch's is. Gradients may be fp16, bf16, fp32 or fp64, on any device. A rank may have empty shards, or
+    no gradient. In a world of one it needs no torch.distributed. All ranks of the group call `unscale_` and `step`
+    together, for the same optimizers in the same order.
 
         >>> import torch
         >>> from scale_core import ShardedGradScaler
@@ -48,13 +48,13 @@ class ShardedGradScaler(GradScaler):
         512.0
 
     Args:
-        device: Where the scale is kept; None is the device of the first loss, and so is an accelerator that this
-            machine has not, as "cuda" in a program that also runs on a CPU.
+        device: The device of the scale. None is the device of the first loss. So is an accelerator that this machine
+            lacks, for example "cuda" in a program that also runs on a CPU.
         init_scale: The first factor of losses.
         growth_factor: The factor of growth of the scale after `growth_interval` steps in a row without inf or NaN.
         backoff_factor: The factor of the scale after a step that was skipped.
         growth_interval: Number of steps.
-        enabled: False makes every method as if there were no scaler.
+        enabled: With False, no method has an effect.
         process_group: The ranks that agree: at least all that share a parameter. None is the default group (looked up
             when it is needed), or a world of one where torch.distributed is not initialized.
 

@@ -22,8 +22,8 @@ def _format_range(start: int, stop: int, ranges: Ranges) -> str:
 class LocalShard(Tensor):
     """The elements `[start, stop)` of a tensor of `shape`, or of some of its indices, as this rank holds them.
 
-    To torch it is a tensor of the full shape whose elements are elsewhere, as a DTensor is; unlike one, it may consist
-    of several chunks. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It is
+    For torch it is a tensor of the full shape with elements on other ranks, as a DTensor. Unlike a DTensor, it may have
+    several chunks. `torch.distributed.checkpoint` saves it and loads into it in place, at any number of ranks. It is
     copied and moved between devices; functions that need all elements raise.
 
     `LocalShard(tensor, shape, start, stop)` keeps `tensor`, which has `stop - start` elements in any shape, and is not

@@ -63,9 +63,8 @@ def sharded_state_dict(model: nn.Module, optimizer: Optimizers = None) -> dict[s
         optimizer: Its optimizer, or several that step on different parameters, for example one for each stage.
 
     Raises:
-        ValueError: A parameter of the optimizer is none of the model's, the ranks hold summands of a parameter, or
-            a state of an optimizer is neither a shard nor a number, so that it can't be put together again; or a
-            parameter is on the meta device.
+        ValueError: The model lacks a parameter of the optimizer; a parameter is a partial sum on each rank, or is on
+            the meta device; or an optimizer state is neither a shard nor a number, so we can't join it again.
 
     Examples:
         >>> import torch
@@ -162,8 +161,8 @@ def load_sharded_state_dict(
 ) -> None:
     """Puts a state into a model and an optimizer that are built already; the optimizer may be fresh.
 
-    Where this rank holds a shard, the value may be that shard or the full tensor. (The shards of other ranks go
-    through a snapshot, which exchanges them.)
+    If this rank holds a shard, the value may be that shard or the full tensor. (A snapshot exchanges shards of other
+    ranks.)
 
     Args:
         state: As `sharded_state_dict` returns it.

@@ -72,9 +72,9 @@ def _grads(params: Iterable[Tensor]) -> list[Tensor | None]:
 class OffloadOptimizer(Optimizer):
     """A torch optimizer with a fraction of its state on the host, the rest on the parameters' device.
 
-    It computes the same steps, to the bit on CPU, and is used in the same way: parameter groups, schedulers, and a
-    `state_dict` that the plain optimizer loads, and vice versa. Parameters may be local shards. Gradients may be
-    clipped and unscaled in any way before `step()`.
+    It computes the same steps, to the bit on CPU. You use it in the same way, with parameter groups and schedulers. The
+    plain optimizer loads its `state_dict`, and vice versa. Parameters may be local shards. Gradients may be clipped and
+    unscaled in any way before `step()`.
 
         >>> import torch
         >>> from scale_fsdp import OffloadOptimizer
@@ -86,9 +86,9 @@ class OffloadOptimizer(Optimizer):
         >>> optimizer.placement()
         OffloadPlacement(host_elements=5028, device_elements=5072, host_bytes=40232, device_bytes=40580)
 
-    The host has the state of the last parameters; the one where the fraction ends is split, its first part on the host
-    (at a multiple of 64 elements if torch's fused kernel runs on the host, so that the split changes no bit). The host
-    updates with torch's fused kernel where the optimizer has one, unless `fused` or `foreach` is given.
+    The host has the state of the last parameters. The parameter at the boundary is split, with its first part on the
+    host. If torch's fused kernel runs on the host, the split is at a multiple of 64 elements, so that it changes no
+    bit. The host updates with torch's fused kernel where the optimizer has one, unless `fused` or `foreach` is given.
 
     Args:
         optim_cls: A class, for example `torch.optim.AdamW`.

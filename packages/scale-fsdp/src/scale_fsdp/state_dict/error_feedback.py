@@ -21,8 +21,8 @@ class ErrorFeedbackState:
         scale_snapshot.save(folder, step, objects)
 
     With it a run goes on to the bit at the same number of ranks. If the number of ranks, the units or the ranks of a
-    node differ, errors begin at zero, with one warning, because an error belongs to the messages of its rank. Take it
-    after the optimizer's step (and `ShardedGradScaler.update`).
+    node differ, errors start at zero with one warning, because an error belongs to its rank's messages. Take it after
+    the optimizer's step (and `ShardedGradScaler.update`).
 
     A snapshot grows by 4 bytes for each gradient that a rank quantizes, on every rank: all of the model's, or one part
     in `node_size`. Without it a run that goes on begins with an error of zero.

@@ -86,8 +86,8 @@ def full_optim_state_dict(
         The state on the recipient, None on the others.
 
     Raises:
-        ValueError: On all ranks: a parameter is none of the model's, a state is neither a number nor a tensor of the
-            shard's shape, or the ranks' states differ.
+        ValueError: On all ranks: the model lacks a parameter of the optimizer, a state is neither a number nor a tensor
+            of the shard's shape, or states differ between ranks.
         RuntimeError: A unit is over other ranks than the model.
         ScaleDistributedError: A rank did something else.
 

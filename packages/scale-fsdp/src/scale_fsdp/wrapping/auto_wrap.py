@@ -278,8 +278,8 @@ def fully_shard_modules(
 
     Raises:
         TypeError: A parameter is made of other tensors.
-        ValueError: The policy doesn't fit the model; a parameter has no shape yet, or a hook; or nothing gives values
-            to a parameter or buffer on the meta device, in whichever unit it is. No unit is made then.
+        ValueError: The policy doesn't fit the model; a parameter has no shape yet, or has a hook; or nothing
+            initializes a parameter or buffer on the meta device. No unit is made then.
 
     See also: [the guide to FSDP](../guides/fsdp.md).
     """

@@ -88,8 +88,8 @@ class DistributedPipe(StageModuleView):
 
     Args:
         module: An `nn.Sequential`, or the stages that `split(model, [...])` returns; a rank keeps only its own.
-        schedule: A name ("1f1b", "zb_v", ...), a `Schedule`, or "solve": the second step and the links are measured,
-            and the following steps run the schedule that the solver finds for these times.
+        schedule: A name ("1f1b", "zb_v", ...), a `Schedule`, or "solve". With "solve" we measure the second step and
+            the links, and the next steps run the schedule that the solver finds for these times.
         balance: The number of layers of each stage, for a sequence.
         chunks: The most micro-batches of a step; a `Schedule` has its own number.
         process_group: The ranks, in the order of the stages: a `ProcessGroup`, a `DeviceMesh` axis, or the `pp` axis of
@@ -244,9 +244,9 @@ class DistributedPipe(StageModuleView):
                 last stage.
             loss_fn: `loss_fn(output, target)`, or `loss_fn(output)` without a target: the mean over the samples of a
                 micro-batch, or the cross entropy of the targets that count. None where the last stage returns the loss.
-            optimizer: Steps each stage as soon as its gradients are complete, or where gradients are measured, as by
-                AdaScale, when all ranks have finished; one for all stages of this rank, or one for each by its number.
-                None leaves it to the caller, who may clip gradients before.
+            optimizer: One for all stages of this rank, or one per stage by its number. It steps a stage as soon as the
+                stage's gradients are complete. If AdaScale measures gradients, it steps when all ranks have finished.
+                With None the caller steps, and may clip gradients before.
             stage_inputs: By the number of a stage, further keyword arguments, given on its own rank.
             kwargs: Keyword arguments of the first stage; one with a name from above is given as
                 `stage_inputs={0: ...}`.
@@ -415,9 +415,9 @@ class DistributedPipe(StageModuleView):
 
         Args:
             args: `destination`, `prefix`, `keep_vars`, as torch has them.
-            full: Return a copy of the full state dict, in the model's order, on the host of the first rank, and {} on
-                others; all ranks call it together, with those that shard a stage or its layers. Without it, what is
-                written to the tensors is written to the model.
+            full: Return a copy of the full state dict on the host of the first rank, in the model's order, and {} on
+                other ranks. All ranks call it together, also the ranks that shard a stage or its layers. With False,
+                writes to the tensors change the model.
             kwargs: The same by keyword.
         """
         local = super().state_dict(*args, **kwargs)

@@ -56,9 +56,9 @@ def split(
         model: Any module. Each stage also runs the code of its forward between the calls of modules.
         cuts: Names of modules, in the order in which the model registers them. Each begins a stage, at its first call.
             The stage of a module follows from the order of registration.
-        hold: By the name of a module or parameter, the stage that holds it where that order is not the order of use;
-            several stages for one that all of them use, for example an embedding whose weight is the output layer's
-            too.
+        hold: The stage of a module or parameter, by its name, if the order of registration is not the order of use.
+            Give several stages to a module that all of them use, for example an embedding that shares its weight with
+            the output layer.
         pass_on: The names of the arguments whose tensors later stages need, for example "labels". Of all other
             arguments they get only the shapes. None passes on all.
 
@@ -68,8 +68,8 @@ def split(
     Raises:
         TypeError: The model is not a module; cuts, `hold` or `pass_on` are not names; a cut is a module that is never
             called.
-        ValueError: There is no module or argument of a name; cuts are out of order or named twice; there is no such
-            stage; a split module's forward was replaced, which its copies could not follow.
+        ValueError: A module, an argument or a stage does not exist; cuts are out of order or named twice; the forward
+            of a split module was replaced, so its copies could not use it.
 
     See also: [the guide to pipelines](../guides/pipe.md).
     """

@@ -105,12 +105,12 @@ class Pipe(nn.Module):
     Args:
         module: The layers, each of them once. They are moved to their devices; each calls the next with its output.
         balance: How many layers each partition has.
-        devices: A list with the device of each partition; one may be given several times. None is all accelerators, or
-            the CPU where there is none.
-        chunks: Micro-batches in a mini-batch; fewer where it has fewer samples.
+        devices: A list with the device of each partition; devices may repeat. None is all accelerators, or the CPU if
+            there is no accelerator.
+        chunks: Number of micro-batches per mini-batch; fewer if the mini-batch has fewer samples.
         checkpoint: Micro-batches that keep only the partitions' inputs, and are recomputed in the backward pass:
-            "always", "except_last" (the last one goes back at once, so nothing would be gained), or "never". None of
-            them is in eval mode.
+            "always", "except_last" or "never". The backward of the last one begins at once, so recomputing it saves
+            nothing. In eval mode no micro-batch is recomputed.
         deferred_batch_norm: Update the running statistics of batch norms once per mini-batch, not per micro-batch.
 
     Attributes:
@@ -124,8 +124,8 @@ class Pipe(nn.Module):
     Raises:
         TypeError: The module is not an `nn.Sequential`, or has its own forward; balance or devices is not a list;
             `stash` and `pop` of its layers do not match.
-        ValueError: The balance is missing, or does not fit; chunks or checkpoint is none of those above; a layer occurs
-            twice; the sequence itself has hooks; one tensor would have to be on two devices; a device does not exist.
+        ValueError: The balance is missing or does not fit; chunks or checkpoint has a wrong value; a layer occurs
+            twice; the sequence itself has hooks; two devices would need the same tensor; a device does not exist.
         IndexError: There are fewer devices than partitions.
 
     See also: [the guide to pipelines](../guides/pipe.md).
@@ -171,9 +171,9 @@ class Pipe(nn.Module):
         """Computes the output of a mini-batch.
 
         Args:
-            args: Arguments of the first layer: tensors [N, ...], nested in any way, which are cut; everything else, and
-                tensors in a `NoChunk`, goes to each micro-batch. Tensors of different N are cut each by itself, in the
-                same proportions, with a warning. They may be on any device.
+            args: Arguments of the first layer. Tensors [N, ...], nested in any way, are cut. Other values, and tensors
+                in a `NoChunk`, go to each micro-batch. Tensors of different N are cut each by itself, in the same
+                proportions, with a warning. They may be on any device.
             kwargs: Its keyword arguments, in the same way.
 
         Returns:

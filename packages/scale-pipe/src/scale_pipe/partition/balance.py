@@ -42,9 +42,8 @@ def balance_by_time(
 ) -> list[int]:
     """Balances the times of forward and backward: the slowest partition is as fast as can be.
 
-    The fastest run of each layer counts, by the wall clock, so that time in which it waits counts as well; on the CPU
-    with one thread. All ranks of the process group call it, and get the same balance, because the fastest run on any
-    of them counts.
+    The fastest run of each layer counts, by the wall clock, so waiting counts too. On the CPU one thread runs. All
+    ranks of the process group call it, and get the same balance, because the fastest run on any of them counts.
 
         >>> import torch
         >>> from scale_pipe import balance_by_time

@@ -28,8 +28,8 @@ T = TypeVar("T")
 class StageTimes(NamedTuple):
     """Seconds of wall clock of one micro-batch, waiting included.
 
-    They are the least of several runs, which other programs on the machine disturb least; on the CPU with one thread,
-    since threads that wait for one another are disturbed most.
+    They are the least of several runs, because other programs disturb the fastest run least. On the CPU one thread
+    runs, because threads that wait for each other are disturbed most.
     """
 
     forward: float

@@ -37,8 +37,8 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         >>> torch.nn.Sequential(Keep(), torch.nn.Tanh(), Add())(torch.zeros(2))
         tensor([0., 0.])
 
-    The class stays the same, with its names and keys, and gets a method `isolate(namespace, *, only=None)`, which puts
-    the names of one of its modules, or `only` some, into a namespace, and returns the module.
+    The class stays the same, with its names and keys. It gets a method `isolate(namespace, *, only=None)`, which puts a
+    module's names, or `only` some of them, into a namespace, and returns the module.
 
     Args:
         stash: Names that it stashes, all of them in each forward.

@@ -73,9 +73,9 @@ def convert_checkpoint(
         snapshot = load_snapshot("weights", sharded_state_dict(model))
         convert_checkpoint("runs/checkpoints", "hf", to="safetensors", model_only=True)
 
-    Read are files of torch.save with state dicts, folders of `torch.distributed.checkpoint`, safetensors files and
-    folders, folders of pytorch_model.bin, the files that FairScale's, torch's (FSDP1) and scale's FSDP wrote on each
-    rank, and snapshots. An optimizer's state is taken over where it is saved by the parameters' names.
+    It reads state dicts of torch.save, folders of `torch.distributed.checkpoint`, safetensors files and folders,
+    folders of pytorch_model.bin, snapshots, and the files per rank of FairScale's FSDP, torch's FSDP1 and scale-fsdp.
+    An optimizer's state is taken over where it is saved by the parameters' names.
 
     Args:
         source: The file or folder; of files by rank, one of them or their folder.
@@ -90,8 +90,8 @@ def convert_checkpoint(
         progress: Called with the bytes that were read since the last call, and the bytes of all.
 
     Raises:
-        ValueError: The source is not a known checkpoint, is damaged, or holds values that would be lost;
-            there is something at the destination; or an argument is wrong. Nothing is left at the destination.
+        ValueError: The source is not a known checkpoint, is damaged, or holds values that would be lost; the
+            destination exists; or an argument is wrong. Nothing is left at the destination.
         SnapshotError: The source is a snapshot that is damaged; or a snapshot can't be written.
         OSError: A file can't be read or written.
 

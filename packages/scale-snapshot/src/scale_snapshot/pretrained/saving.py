@@ -71,8 +71,8 @@ def save_pretrained(
 
     Raises:
         ValueError: `max_shard_size` is not a size.
-        SnapshotError: On every rank, whichever failed: the folder is not empty, the disk is full, a conversion can't be
-            undone, or each rank has a different expert. Nothing is written under this name then.
+        SnapshotError: On every rank, if any rank fails: the folder is not empty, the disk is full, a conversion can't
+            be undone, or experts differ between ranks. Nothing is written under this name then.
 
     Examples:
         >>> import tempfile, torch

@@ -19,9 +19,9 @@ class RandomState:
 
         save(directory, step, {"model": model, "optimizer": optimizer, "random": RandomState()})
 
-    Each rank has its own, so they load at the number of ranks that saved them. At another number, ranks can't go on
-    with the same numbers; with `reseed=True` all generators are then seeded again, differently on each rank, from
-    values that rank 0 had. Of several devices in a process, the current one is the first.
+    Each rank has its own, so they load at the number of ranks that saved them. With a different number of ranks, the
+    random numbers can't continue. With `reseed=True`, all generators are then seeded again, differently on each rank,
+    from rank 0's values. Of several devices in a process, the current one is the first.
 
     Args:
         reseed: Seed again at another number of ranks; without it, that is an error.

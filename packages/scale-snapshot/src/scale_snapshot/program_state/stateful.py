@@ -35,9 +35,9 @@ class PerRank:
     """Marks an object with a state for each rank, as its position in its part of the data.
 
     Without it that is found out by comparing the ranks' states. It is needed where they may be equal by chance, and to
-    load at another number of ranks. Random states, and data loaders, datasets and samplers of torch that have a
-    `state_dict`, are always taken for such objects, as are objects with an attribute `is_per_rank = True`. One that
-    also has `starts_over = True` is given an empty dict at another number of ranks, and nothing of it is read.
+    load at another number of ranks. Random states, torch's data loaders, datasets and samplers with a `state_dict`, and
+    objects with an attribute `is_per_rank = True` always count as such objects. One that also has `starts_over = True`
+    is given an empty dict at another number of ranks, and nothing of it is read.
 
         PerRank(loader, resize=lambda states, rank, size: states[rank % len(states)])
 

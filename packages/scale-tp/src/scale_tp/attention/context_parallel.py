@@ -55,11 +55,11 @@ def context_parallel(process_group: GroupLike = None, *, attention: Attention = 
             (`ulysses_attention`), which allows dropout.
 
     Raises:
-        ValueError: In an attention whose result would differ from one process: a mask of anything but padding keys,
-            dropout with "ring", keys and queries of different length (cross attention, a cache), or parts that are the
-            same on all ranks. After the forward of a model of transformers without `position_ids`, or with sliding
-            windows. At the end of the block, where no attention was computed. In a backward pass behind the block,
-            where a checkpoint computes attention again.
+        ValueError: An attention's result would differ from one process. Reasons are a mask that is not for padding
+            keys, dropout with "ring", keys and queries of different lengths (cross attention, a cache), or parts that
+            are the same on all ranks. After the forward of a model of transformers without `position_ids`, or with
+            sliding windows. At the end of the block, where no attention was computed. In a backward pass behind the
+            block, where a checkpoint computes attention again.
         TransferError: Only some of the ranks have a mask.
 
     Examples:

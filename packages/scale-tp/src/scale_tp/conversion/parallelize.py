@@ -80,10 +80,10 @@ def parallelize(
         attention_rules: Rules for attention modules in addition to `ATTENTION_RULES`; the first that fits counts.
         sync_module_states: Send the values of the group's first rank to all before, so that the parts belong to one
             model. Without it, all ranks have to have the same values, as from one seed or one checkpoint.
-        check_inputs: Compare in each forward, by their bits, the values that must be the same on all ranks: the
-            inputs of the model, and of its divided layers that take them in full. A difference is a `DivergenceError`
-            with the module, the first place, and each rank's value there. For one run, not for all: it reads all of
-            them once more, and waits for the ranks at each of these layers.
+        check_inputs: In each forward, compare the bits of values that must be the same on all ranks: inputs of the
+            model, and of divided layers that take full inputs. A difference is a `DivergenceError` with the module, the
+            first place, and each rank's value there. For one run, not for all: it reads all of them once more, and
+            waits for the ranks at each of these layers.
         check_replicas_every: After how many forwards with gradients to compare the replicated parameters,
             for example of norms, beginning with the first; 0 is never. None is the value of
             `SCALE_CHECK_REPLICAS_EVERY`, or 100 on the CPU and with `torch.use_deterministic_algorithms`;

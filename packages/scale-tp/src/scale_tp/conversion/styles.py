@@ -133,9 +133,9 @@ GPT2_PLAN: Plan = MappingProxyType(
 def resolve_styles(plan: Plan, names: Iterable[str], *, needs_all: bool = True) -> dict[str, Style]:
     """Returns the style of each module that a plan names, in the order of the modules.
 
-    A key of a plan is a name; a name in which `*` stands for one part between dots; or a regular expression, which
-    has to match all of a name. If a key matches no name so, its parts between dots are `fnmatch` patterns, as in
-    the plans of torch's `parallelize_module`.
+    A key of a plan is a name, a name with `*` for one part between dots, or a regular expression that matches the full
+    name. If a key matches no name so, its parts between dots are `fnmatch` patterns, as in the plans of torch's
+    `parallelize_module`.
 
     Example:
         >>> list(resolve_styles({"layers.*.up": "colwise"}, ["", "layers", "layers.0", "layers.0.up"]))

@@ -50,7 +50,7 @@ def vocab_parallel_cross_entropy(
             gives, or a slice of it, for example `logits[:, :-1]`. They are not changed or copied. Logits of
             all words, the same on all ranks as with `gather_output`, are an error.
         target: [...] of integers: words of the full vocabulary; the same on all ranks.
-        weight: [words of all ranks], floating point, the same on all ranks: the loss of a target is multiplied by the
+        weight: [vocabulary size], floating point, the same on all ranks. The loss of a target is multiplied by the
             weight of its word, and "mean" divides by the sum of these weights. Not together with label smoothing or a
             z-loss.
         ignore_index: Where the target is this, the loss is 0, and `"mean"` does not count it.

@@ -17,17 +17,17 @@ class LayerOptions:
         >>> layer = RowParallelLinear(8, 4, options=LayerOptions(sequence_parallel=True, overlap_pieces=2))
 
     Attributes:
-        sequence_parallel: Whether the input of a `ColumnParallelLinear` is this rank's part of the sequence, whose
-            parts are gathered; or the output of a `RowParallelLinear` or a `VocabParallelEmbedding`.
+        sequence_parallel: Whether the input of a `ColumnParallelLinear` is this rank's part of the sequence, which the
+            layer gathers. For a `RowParallelLinear` or a `VocabParallelEmbedding`, whether the output is such a part.
         sequence_dim: The dimension of the sequence then.
         split: Which output features of a `ColumnParallelLinear`, or input features of a `RowParallelLinear`, each rank
             has, in place of `stride`. Ranks may have copies of the same output features, for example of key-value
             heads. The gradients of copies are summed.
-        overlap_pieces: In a `ColumnParallelLinear` the number of pieces of the other ranks' parts of the sequence,
-            each multiplied while the next ones are sent; in the backward pass the gradient of the input is sent while
-            the gradient of the weight is computed, and without `sequence_parallel` only that. In a `RowParallelLinear`
-            into how many pieces to cut each rank's part of the sequence, or the rows without `sequence_parallel`: the
-            sum of one travels while the next is multiplied. None does not overlap.
+        overlap_pieces: In a `ColumnParallelLinear`, the number of pieces of other ranks' parts of the sequence. Each
+            piece is multiplied while the next ones are sent. In the backward pass, the gradient of the input is sent
+            while the gradient of the weight is computed; without `sequence_parallel` only this overlaps. In a
+            `RowParallelLinear`, the number of pieces of each rank's part of the sequence, or of the rows without
+            `sequence_parallel`. The sum of one piece is sent while the next is multiplied. None does not overlap.
         input_is_inside: Whether the input of a `ColumnParallelLinear` has been brought into the divided region already,
             as by `copy_to_tensor_model_parallel_region`, for several layers together. Not with `sequence_parallel` or
             `overlap_pieces`, which say how it is brought there.

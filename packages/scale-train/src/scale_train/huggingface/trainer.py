@@ -43,8 +43,8 @@ class ScaleTrainerMixin(_Base):
 
         class ShardedSFTTrainer(ScaleTrainerMixin, trl.SFTTrainer): ...
 
-    Full weights are saved as by `save_pretrained`. Next to them, in `checkpoint-N/scale`, stands a snapshot of weights,
-    optimizer and scheduler, from which any number of ranks resumes; so all ranks must see the output directory.
+    Full weights are saved as by `save_pretrained`. In `checkpoint-N/scale` it also saves a snapshot of weights,
+    optimizer and scheduler. Any number of ranks resumes from it, so all ranks must see the output directory.
 
     Args:
         args: Arguments of the trainer. Keywords that are not named here also go to the trainer.

@@ -247,8 +247,8 @@ class RunPaths:
 def torchrun_run(options: Options) -> str:
     """Names what torchrun runs: its id, or its process where it was given none, and the options; "" without torchrun.
 
-    Its count of restarts does not tell whose a folder is: ranks that find one of another run are started again, too,
-    and an agent that starts them again because another one has come or gone does not count that.
+    torchrun's restart count does not tell to which run a folder belongs. Ranks that find the folder of a different run
+    are started again as well. And an agent that restarts ranks because an agent joined or left does not count that.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id == "none":
