@@ -193,7 +193,7 @@ class ShardedEMA:
         return self._swapped_out is not None
 
     def replace_param(self, old: Tensor, new: Tensor) -> None:
-        """Averages `new` from now on where it averaged `old`."""
+        """Averages `new` from now on in place of `old`, a parameter of the same shape and dtype."""
         self.averages = {new if param is old else param: average for param, average in self.averages.items()}
 
     def _buffer_pairs(self) -> list[tuple[Tensor, Tensor]]:

@@ -220,6 +220,9 @@ class FSDPModule(ConversionMethods):
         """Whether the parameters are released between forward and backward, from the next pass on.
 
         True holds for the unit that is called first as well, as in FSDP2.
+
+        Raises:
+            TypeError: It is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise TypeError(f"set_reshard_after_forward: expected True or False, got {reshard_after_forward!r}")
@@ -244,7 +247,11 @@ class FSDPModule(ConversionMethods):
         unit.prefetch["backward"] = [_unit_at(module, "set_modules_to_backward_prefetch") for module in modules]
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """The divisor of this unit's summed gradients, in place of the number of ranks."""
+        """The divisor of this unit's summed gradients, in place of the number of ranks.
+
+        Raises:
+            ValueError: The factor is not above 0.
+        """
         if not factor > 0:
             raise ValueError(f"set_gradient_divide_factor: expected a factor above 0, got {factor}")
         for buffer in _unit_at(self, "set_gradient_divide_factor").buffers:

@@ -23,14 +23,14 @@ from scale_core.errors import TransferError
 
 
 def copy_to_expert_tensor_parallel_region(tensor: Tensor, group: Group, name: str) -> Tensor:
-    """Returns the same; its gradient is the sum over the ranks, because each computes with features of its own."""
+    """Returns `tensor` [T, dim]; its gradient is summed over the ranks, because each has its own hidden features."""
     if group.size == 1:
         return tensor
     return cast(Tensor, _Copy.apply(tensor, group, name))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def reduce_from_expert_tensor_parallel_region(tensor: Tensor, group: Group, name: str) -> Tensor:
-    """Returns the sum over the ranks; its gradient goes to each summand unchanged."""
+    """Returns the sum of `tensor` [T, dim] over the ranks; each summand gets the same gradient [T, dim]."""
     if group.size == 1:
         return tensor
     return cast(Tensor, _Sum.apply(tensor, group, name))  # type: ignore[no-untyped-call]  # torch leaves it untyped

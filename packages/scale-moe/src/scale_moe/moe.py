@@ -242,7 +242,12 @@ class MoE(nn.Module):
             self.expert_bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns [..., dim] for tokens [..., dim]; all ranks of the groups call it together, also those without."""
+        """Returns [..., dim] for tokens [..., dim]; all ranks of the groups call it together, also without tokens.
+
+        Raises:
+            ValueError: The last dimension of `x` is not `dim`. For errors on all ranks see `plan_dispatch`.
+            TransferError: A rank did not come.
+        """
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise ValueError(f"MoE: expected tokens [..., {self.dim}], got {list(x.shape)}")
         tokens = x.reshape(-1, self.dim)

@@ -151,7 +151,7 @@ class SplitOptimizer(Optimizer):
         norm_type: float = 2.0,
         filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
     ) -> Tensor:
-        """Scales all gradients by one norm, over both optimizers together; see `OSS.clip_grad_norm_`."""
+        """Scales the gradients of both optimizers by one norm, and returns it, a scalar; see `OSS.clip_grad_norm_`."""
         return clip_grads_of(self.optimizers, max_norm, norm_type, filter_params_fn)
 
     def wait(self) -> None:
@@ -242,7 +242,7 @@ class SplitOptimizer(Optimizer):
             optimizer.load_checked(local)
 
     def sharded_state(self, holding: ParamSlice) -> ParamSlice:
-        """See `OSS.sharded_state`."""
+        """See `OSS.sharded_state`. Raises ValueError if neither optimizer has the parameter."""
         for optimizer in self.optimizers:
             if id(holding.owner) in optimizer.placements:
                 return optimizer.sharded_state(holding)

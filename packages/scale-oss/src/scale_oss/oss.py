@@ -361,7 +361,7 @@ def clip_grads_of(
     norm_type: float = 2.0,
     filter_params_fn: Callable[[Iterator[nn.Parameter]], Iterable[nn.Parameter]] | None = None,
 ) -> Tensor:
-    """Scales the gradients of several optimizers by one norm: see `OSS.clip_grad_norm_`."""
+    """Scales the gradients of several optimizers by one norm, and returns it, a scalar: see `OSS.clip_grad_norm_`."""
     check_max_norm(max_norm)
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     selected = {id(param) for param in (params if filter_params_fn is None else filter_params_fn(iter(params)))}

@@ -133,7 +133,7 @@ class CollectiveWork:
         return self
 
     def wait(self, limit_seconds: float | None = None) -> Tensor:
-        """Returns the result once it is complete (on CUDA: in the order of the current stream).
+        """Returns the result once it is complete, in its collective's shape (on CUDA: in the current stream's order).
 
         Args:
             limit_seconds: How long to wait for one message; None is `SCALE_LIMIT_SECONDS`, or the group's own limit, as

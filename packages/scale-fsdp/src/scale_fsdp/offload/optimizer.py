@@ -194,7 +194,7 @@ class OffloadOptimizer(Optimizer):
         self._register_hooks()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips all gradients together in the next step; returns their norm.
+        """Clips all gradients together in the next step; returns their norm, a scalar, the same on all ranks.
 
         Until then they are unchanged: the update multiplies them as it reads them, and copies on the host stay valid.
         Call it last before `step()`, after which gradients must not be used again.

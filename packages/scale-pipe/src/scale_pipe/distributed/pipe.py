@@ -446,5 +446,5 @@ class DistributedPipe(StageModuleView):
         return self._shared.counted_elsewhere()
 
     def shared_names(self) -> dict[Tensor, str]:
-        """Returns this rank's copies of shared parameters, each with the name that all its holders have for it."""
+        """Returns the names of this rank's copies of shared parameters, by copy; all ranks have the same names."""
         return {param: name for name, param in self._shared.copies.items()}

@@ -52,7 +52,7 @@ class ParallelDropout(nn.Dropout):
         self.dim, self.split, self.group = dim, split, tensor_parallel_group(process_group)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drops elements in training."""
+        """Returns this rank's part, of the same shape, with elements dropped in training as on the full tensor."""
         if self.group.size == 1 or not self.training or self.p == 0.0:
             return super().forward(input)
         split = self.split or Split.of_sizes(shard_lengths(self.group, input, self.dim))
