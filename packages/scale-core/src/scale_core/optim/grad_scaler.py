@@ -144,7 +144,7 @@ class ShardedGradScaler(GradScaler):
         """Grows or shrinks the scale after the steps of an iteration, equally on all ranks.
 
         Args:
-            new_scale: The new scale, a number or a tensor of one element, the same on all ranks; None: by the steps.
+            new_scale: A number or a tensor of one element, the same on all ranks, which replaces the scale.
 
         Raises:
             ValueError: `new_scale` is not one finite number above 0.
