@@ -132,8 +132,8 @@ _WATCHDOG_MARGIN = timedelta(minutes=5)
 def time_limit(group: dist.ProcessGroup) -> timedelta:
     """The longest wait of the host in a group: the limit of its backends, or less where one of them is NCCL.
 
-    NCCL's limit counts from the call, and a minute after it NCCL ends the process. The host waits for less, so that its
-    error, which names the rank that is missing, comes first: five minutes less, or half where the limit is shorter.
+    NCCL's limit counts from the call, and a minute after it NCCL ends the process. The host waits five minutes less, or
+    half of a shorter limit, so that its error comes first. That error names the missing rank.
     """
     limits: list[tuple[str, timedelta]] = [(b.name(), b.options._timeout) for b in _backends(group)]
     return min(max(limit - _WATCHDOG_MARGIN, limit / 2) if name == "nccl" else limit for name, limit in limits)
@@ -250,8 +250,8 @@ def process_groups() -> list[dist.ProcessGroup]:
 def new_group_of_members(ranks: list[int], timeout: timedelta | None) -> Any:
     """Makes a process group that its members alone call.
 
-    Where the default group was made with `device_id=`, torch would split its communicator, for which NCCL waits for all
-    ranks of it, those that never call included (pytorch/pytorch#129965).
+    If the default group was made with `device_id=`, torch would split its communicator. NCCL then waits for all ranks
+    of it, also for ranks that never call (pytorch/pytorch#129965).
     """
     default: Any = dist.group.WORLD
     device, default.bound_device_id = default.bound_device_id, None
@@ -432,7 +432,7 @@ def is_unshared(tensor: Tensor) -> bool:
 
 
 def plain_tensor_types() -> frozenset[type]:
-    """The tensor types with one storage of their own; others, such as DTensor, are wrappers."""
+    """The tensor types that have one storage. Others, for example DTensor, are wrappers."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor))

@@ -23,9 +23,9 @@ _ATOMS = frozenset((type(None), bool, int, float, str))
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Returns `tree` with `function` applied to each tensor in it; containers keep their type.
 
-    A tensor in several places is mapped once, so that identity is preserved. A tree in which nothing changes
-    (`function` returns each tensor itself) is returned as the very same object; otherwise the containers on the way to
-    changed containers are new, and made without a call of their constructors.
+    A tensor in several places is mapped once, so that identity is preserved. If `function` returns each tensor itself,
+    the result is the same object. If not, only the containers on the way to a change are new. Their constructors are
+    not called.
 
     Examples:
         >>> import torch

@@ -379,7 +379,7 @@ def _local_pieces(own: Sequence[ParamModuleInfo], init: Init) -> tuple[list[Para
 
 
 def check_tied_embeddings(shared: Sequence[tuple[ParamModuleInfo, ParamOwner]]) -> None:
-    """Refuses an embedding that is tied to a matrix of another unit that is to be quantized."""
+    """Refuses an embedding that is tied to a matrix of a different unit, if that unit is quantized."""
     for info, owner in shared:
         policy, buffer = owner.unit.options.communication, owner.unit.buffers[owner.buffer]
         is_quantized = wire_formats(buffer) is not None and policy is not None and "embedding" not in policy.include

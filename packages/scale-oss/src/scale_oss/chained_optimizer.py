@@ -35,8 +35,9 @@ def split_by(
 ) -> SplitOptimizer:
     r"""Gives the hidden matrices of a model to one optimizer and all other parameters to a second one.
 
-    A hidden matrix has two dimensions, has elements, and is not an embedding: no parameter of an `nn.Embedding` or
-    `nn.EmbeddingBag`, nor one that is tied to such, as a head often is. Name an untied head in `other_names`.
+    A hidden matrix has two dimensions and at least one element, and is not an embedding. Parameters of an
+    `nn.Embedding` or `nn.EmbeddingBag` are embeddings, and so are parameters tied to them, for example a head. Name an
+    untied head in `other_names`.
 
         >>> import torch
         >>> from scale_oss import split_by

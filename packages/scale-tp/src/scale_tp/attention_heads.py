@@ -30,8 +30,8 @@ class AttentionRule:
         query: The projections of the queries that are known, by name.
         key_value: The projections of the keys and values.
         fused: Projections of all three in one.
-        layout: The order of their outputs: "stacked", all queries, all keys, all values; or "by_head", the query,
-            key and value of the first head, then of the second one.
+        layout: The order of their outputs: "stacked": all queries, then all keys, then all values. "by_head": query,
+            key and value of the first head, then of the second.
         classes: The attention modules, by the names of their classes, that it is for; none named is all.
         not_classes: The attention modules that it is not for, whatever their parts are called.
         heads: Attributes that hold the number of heads.

@@ -181,10 +181,9 @@ class _RecordedOp(NamedTuple):
 class FullWeightProxy(Tensor):
     """Stands for a full parameter of a divided one, in code that gives values to full parameters.
 
-    For its shape, and for elementwise fills, it is the full parameter: all of it is drawn, and what is not
-    this rank's is dropped. Where such code looks at values (a row that is set to zero, a decomposition), the full
-    parameter is built after all, and the operations so far are repeated on it, from the same random numbers. In the end
-    `write_back`.
+    For its shape, and for elementwise fills, it is the full parameter: all of it is drawn, and what is not this rank's
+    is dropped. If such code reads values, for example for a decomposition, the full parameter is built, and the
+    operations so far are repeated on it with the same random numbers. In the end `write_back`.
     """
 
     param: Tensor  # this rank's shard, for `write_back`

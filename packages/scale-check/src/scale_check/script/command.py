@@ -45,8 +45,8 @@ def run_script(
 ) -> Report:
     """Runs a training script on several ranks and on one, on the same samples, and compares what its modules compute.
 
-    The ranks run first, and what their loaders give, together, is what the one process gets. Dropout is off in both,
-    and random generators are seeded before the script begins. After some steps of the optimizer the script is ended.
+    The ranks run first. The one process gets the joined batches of their loaders. Dropout is off in both, and random
+    generators are seeded before the script begins. We end the script after `steps` optimizer steps.
 
     Args:
         arguments: The script, or the name of a module, and its arguments.

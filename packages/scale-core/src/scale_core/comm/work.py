@@ -175,10 +175,10 @@ class CollectiveWork:
         """Drops the result after an error elsewhere, once the transfer has ended.
 
         It waits because the transport still writes into the buffers, and can't reuse a connection on which a message
-        found no buffer. Ranks that have failed in the same way are here together, so that takes no time; where the
-        others never come, the connection is cut after a few seconds and the group can't be used any more. On CUDA the
-        current stream waits, and no limit is set: NCCL would count it from when the collective was enqueued, perhaps
-        long ago, and end the communicator of a job that goes on.
+        found no buffer. If all ranks have failed in the same way, they meet here, and it takes no time. If the others
+        never come, the connection is cut after a few seconds, and the group can't be used any more. On CUDA the current
+        stream waits, and no limit is set: NCCL would count it from when the collective was enqueued, perhaps long ago,
+        and end the communicator of a job that goes on.
         """
         if not self._open:
             return

@@ -212,7 +212,7 @@ def _different_calls(calls: Sequence[str], group: Group) -> ScaleDistributedErro
 
 
 def all_gather_json(value: T, contract: Contract, event: Event | str = END) -> list[T]:
-    """Returns every rank's `value`, which JSON can hold, by rank; raises where a rank is at another event."""
+    """Returns every rank's `value`, a JSON value, by rank; raises if a rank is at a different event."""
     with contract.waiting(event):
         text = json.dumps([str(event), value])
         texts = exchange_text(text, contract.group, limit_seconds=contract.limit_seconds)
@@ -258,7 +258,7 @@ def format_traceback(error: BaseException) -> str:
 
 
 def format_abort(what: str, reasons: Sequence[str], what_now: str) -> str:
-    """Says which ranks failed in `what`, what state that leaves (`what_now`), and the first rank's error.
+    """Returns a text: which ranks failed in `what`, the state afterwards (`what_now`), and the first rank's error.
 
     >>> print(format_abort("step 3", ["", "ValueError: no such token"], "Nothing has changed."))
     step 3 was aborted on all ranks, because rank 1 failed. Nothing has changed. What rank 1 raised:

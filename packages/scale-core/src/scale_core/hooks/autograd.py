@@ -76,9 +76,9 @@ def after_backward(inputs: Any, callback: Callable[[], None]) -> tuple[Any, bool
     """Calls `callback` once the gradients of all tensors in `inputs` have been computed.
 
     The module must compute with the returned aliases: a hook on an input itself would wait for every other use of that
-    tensor. Where the module's first operation on an input is in place, autograd takes the alias out of the graph, and
-    its gradient is not waited for: with no other input, `callback` is not called. Returns the inputs, and whether one
-    of them needs a gradient.
+    tensor. If the module's first operation on an input is in place, autograd takes the alias out of the graph, and we
+    don't wait for its gradient. Without a different input, `callback` is not called. Returns the inputs, and whether
+    one of them needs a gradient.
     """
     aliases: list[Tensor] = []
 

@@ -54,8 +54,8 @@ gradient_hooks = GradientHooks()
 def register_local_grad_hook(callback: GradsHook) -> RemovableHandle:
     """Calls `callback(params, grads)` with gradients as this rank computed them, before they are reduced.
 
-    It is called for each backward pass by itself: where gradients of several passes are accumulated, as under
-    `no_sync()` of scale-fsdp, each call has the gradients of its pass only. scale-oss calls it with the sum, at the
+    It is called once per backward pass. If gradients of several passes add up, for example under `no_sync()` of
+    scale-fsdp, each call has the gradients of its pass only. scale-oss calls it with the sum, at the
     reduction: its parameters are unsharded, so a hook on a parameter sees each pass.
 
     It gets the parameters as `parameters()` yields them and, in the same order, their full local gradients. A gradient

@@ -68,8 +68,8 @@ class MicrobatchStep:
 
     Args:
         params: The parameters that may get gradients on this rank, as `parameters()` yields it.
-        in_parts: Of these, those whose gradient of a sample is a sum of several, and some may come elsewhere: no
-            hook sees it, and `report_grad` hands it over.
+        in_parts: Of these, the parameters whose gradient of a sample is a sum of several, of which some may come
+            elsewhere. No hook sees it, and `report_grad` reports it.
         counted_elsewhere: Of these, copies of another rank's, which counts and reports them.
 
     Attributes:

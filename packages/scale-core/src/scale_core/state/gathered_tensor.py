@@ -183,7 +183,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def converted(tensor: Tensor, name: str, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-    """Returns a tensor of the model in another dtype or on another device, which writes to the tensor of the model."""
+    """Returns a model's tensor in a different dtype or on a different device; writes to it also write to the model."""
     result = tensor.to(device=device, dtype=dtype)
     return result if result is tensor else GatheredTensor.of(result, ConvertedCopy(tensor), 0, name)
 

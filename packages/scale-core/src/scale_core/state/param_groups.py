@@ -151,7 +151,7 @@ def _common_options(number: int, parts: Sequence[SavedGroup]) -> Mapping[str, An
 def check_options(
     saved: Mapping[str, Any], group: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Refuses options of another optimizer for a group, and for those that it has by default values of another kind."""
+    """Refuses a group with options of a different optimizer, or with values of a different type than its defaults."""
     # One side alone may have more: a scheduler adds to a group, and so do newer versions of torch.
     lost, new = (sorted(a.keys() - b.keys() - NAMES) for a, b in ((saved, group), (group, saved)))
     if lost and new:

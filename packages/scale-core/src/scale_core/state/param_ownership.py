@@ -162,7 +162,7 @@ def num_parameters(model: nn.Module, *, only_trainable: bool = False) -> int:
 
 
 def check_known(optimizer: HasGroups, known: Container[Tensor]) -> None:
-    """Checks that an optimizer steps on parameters of the model alone."""
+    """Checks that an optimizer steps on parameters of the model only."""
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             if param not in known:

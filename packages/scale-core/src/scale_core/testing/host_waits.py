@@ -28,10 +28,9 @@ _COPIES = frozenset(("aten::_to_copy", "aten::copy_"))
 class HostWaits(TorchDispatchMode):
     """Counts the waits of the host for tensors of one type of device while it is active.
 
-    A wait is a value that is read, such as by `item()`, `torch.equal` or an index of booleans, and a copy between the
-    device and the host that is not asked to be asynchronous. On "cpu" there are no such copies: there each tensor is
-    taken for one of a device, and those that the library exchanges between ranks on the host are read without an
-    operator, and so are not counted.
+    A wait is a read of a value, for example by `item()`, `torch.equal` or a boolean index, or a blocking copy between
+    device and host. On "cpu" there are no such copies: there each tensor is taken for one of a device, and those that
+    the library exchanges between ranks on the host are read without an operator, and so are not counted.
 
     Args:
         device_type: Of the tensors: "sim" in a simulation, or "cpu".

@@ -101,8 +101,8 @@ def run_ranks(
 ) -> list[T]:
     """Runs `fn(*args)` on each of `num_ranks` processes and returns their results by rank.
 
-    Inside `fn` the default process group is initialized, torch uses one thread, the caller's environment and warning
-    filters hold, and a `ResourceWarning` is a failure; scale gives one for a collective without `wait()`.
+    Inside `fn` the default process group is initialized, torch uses one thread, and the caller's environment and
+    warning filters hold. A `ResourceWarning` is a failure, because scale gives one for a collective without `wait()`.
 
     Args:
         fn: A function at the top level of a module.

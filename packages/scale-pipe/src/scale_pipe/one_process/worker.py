@@ -26,7 +26,7 @@ class CallerContext:
     recomputation draws again only from the generators of the host and of the task's device, since others belong to
     other threads. (If several threads draw from the host's at the same time, the order can't be repeated.)
 
-    Raises RuntimeError under a dispatch mode, which sees the operators of its own thread alone.
+    Raises RuntimeError under a dispatch mode, because it sees only the operators of its own thread.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:

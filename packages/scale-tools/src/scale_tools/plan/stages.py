@@ -180,8 +180,8 @@ def step_of_stage(
 class PlannedStageTimes(NamedTuple):
     """Seconds of a rank: of a micro-batch, of what it sends for one, and `after` of all that comes once in a step.
 
-    That is the time from the last backward to the next step, and by how much the first and the last micro-batch differ
-    from the others; it may be negative, as the first gradients are not added to others.
+    That is the time from the last backward to the next step, plus the difference of the first and the last micro-batch
+    from the others. It may be negative, because the first gradients are not added to others.
     """
 
     forward: float

@@ -18,7 +18,7 @@ class Difference:
 
     Attributes:
         key: The key.
-        what: "only in A", "only in B", "shape", "dtype", "values" (of a tensor) or "value" (of what is none).
+        what: "only in A", "only in B", "shape", "dtype", "values" (of a tensor) or "value" (of anything else).
         a: What A has, as text; "" where it has nothing.
         b: What B has.
         max_abs_diff: With "values", the largest difference of two numbers; infinite where one alone is not a number.

@@ -48,7 +48,7 @@ class SequenceChunks(NamedTuple):
         return tensor.narrow(self.dim, chunk.start, chunk.length)
 
     def shape(self, like: tuple[int, ...], length: int, features: int | None = None) -> tuple[int, ...]:
-        """A shape as another one, with so many positions; the last dimension may be another as well."""
+        """Returns a shape with this number of positions, and optionally a different last dimension."""
         shape = (*like[: self.dim], length, *like[self.dim + 1 :])
         return shape if features is None else (*shape[:-1], features)
 

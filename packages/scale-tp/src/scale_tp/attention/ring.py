@@ -97,8 +97,8 @@ def ring_attention(
     """Computes attention over the full sequence, divided over the ranks; all ranks of the group call it.
 
     It equals `torch.nn.functional.scaled_dot_product_attention` on the full sequence to the rounding of fp32. On CUDA
-    in half precision torch's flash kernel computes the blocks, each rounded to the query's dtype, unless
-    there is a `key_padding_mask`, or head and value size differ or are no multiple of 8 up to 256.
+    in half precision, torch's flash kernel computes the blocks, each rounded to the query's dtype. Exceptions are a
+    `key_padding_mask`, and head or value sizes that differ or are not a multiple of 8 up to 256.
 
     Each rank sends its keys and values W - 1 times in the forward and again in the backward pass, and their gradients W
     times in fp32; key-value heads that several queries share are sent once.

@@ -229,8 +229,8 @@ def check_not_gathered(by_rank: Tensor, width: int, group: Group) -> None:
 def row_chunks(logits: Tensor, size: int) -> Iterator[tuple[slice, Tensor]]:
     """Yields `size` rows at a time of logits [..., words]: which rows, and a chunk [rows, words] not to be written to.
 
-    A chunk is a view where the memory allows it. Of logits like `logits[:, :-1]`, whose rows are not one behind the
-    other, each chunk is collected by itself, so that all of them are never copied at once.
+    A chunk is a view where the memory allows it. If rows are not contiguous, as in `logits[:, :-1]`, each chunk is
+    copied separately, so that never all logits are copied at once.
     """
     *outer, width = logits.shape
     total = math.prod(outer)

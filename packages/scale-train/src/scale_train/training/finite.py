@@ -16,8 +16,8 @@ from scale_train.training.state import TrainState
 def describe_nonfinite(training: TrainState) -> str:
     """Says which ranks have which numbers that are not finite; "" where there are none. Called on all ranks.
 
-    Each rank names its loss and the norm of the gradient, and the first weight, or tensor of the optimizer's state, of
-    which its part is not finite.
+    Each rank names its loss, the norm of the gradient, and the first weight or optimizer state of which its part is not
+    finite.
     """
     local_nonfinite = _local_nonfinite(training)
     if not any(row[0] for row in exchange([int(local_nonfinite != "")], training.group)):

@@ -205,7 +205,8 @@ def sum_over_ranks(value: float, group: Group) -> float:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seeds by step and rank, so that no random state is saved, and a resumed run draws what it would have drawn.
 
-    Ranks draw different numbers, so with dropout another number of ranks is another, equally good, training.
+    Ranks draw different numbers. So with dropout, a different number of ranks gives a different result, which is
+    equally good.
     """
     torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2**63)
 

@@ -181,8 +181,8 @@ class SharedParams:
     def broadcast_values(self, channel: P2PChannel, placement: StagePlacement, rank: int) -> None:
         """Gives all holders the values of the first one, if they have not got them yet; all ranks call it together.
 
-        Copies on the meta device have no values: where the first holder's is there, all try it again the next time;
-        where another one's is there, it gets them then. Raises P2PError, and ValueError if shapes differ.
+        Copies on the meta device have no values. If the first holder's copy is there, all ranks try again next time. If
+        a different copy is there, it gets its values then. Raises P2PError, and ValueError if shapes differ.
         """
         if self._to_broadcast:
             self._exchange_values(channel, placement, rank)

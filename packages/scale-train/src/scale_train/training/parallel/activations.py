@@ -37,8 +37,8 @@ def checkpoint_blocks(model: nn.Module, choice: str, *, offload: bool) -> None:
 def plan_blocks(model: GPT, options: Options, dims: ParallelDims, group: Group) -> None:
     """With a budget, plans what each block keeps, the same on all ranks; an InputError on all.
 
-    It is measured on rank 0; with experts, whose layers exchange tokens, on all ranks together: tokens are drawn, since
-    equal ones would all go to the same experts.
+    Rank 0 measures it. With experts all ranks measure together, because their layers exchange tokens. Tokens are
+    random, because equal tokens would all go to the same experts.
     """
     budget = budget_bytes(options.parallel.checkpoint_activations)
     if budget is None:

@@ -30,8 +30,8 @@ class PipelineEngine(nn.Module):
 
     The model is split at blocks, and each rank materializes its own stages; a model whose layers are divided is given
     with values. Several pipelines have each their part of the batch, and the ranks that have the same stage in all of
-    them average its gradients once per step, or shard it. Checkpoints have the names of the whole model, a tied weight
-    its first one, so that any number of stages, and any other --parallel, resumes from them.
+    them average its gradients once per step, or shard it. Checkpoints have the names of the full model, and a tied
+    weight has its first name. So you can resume with any number of stages, and any other --parallel.
     """
 
     def __init__(self, model: GPT, options: ParallelOptions, dims: ParallelDims, device: torch.device) -> None:
