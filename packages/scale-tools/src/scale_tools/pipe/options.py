@@ -14,8 +14,8 @@ class ShowOptions:
     """Draw a schedule: one row per rank, time from left to right, and the share of time in which ranks wait."""
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v. With
-    --measure also solve. Or a file that Schedule.save has written."""
+    """gpipe, 1f1b, interleaved_1f1b, looped_breadth_first, zb_h1, zb_v, v_half, v_min, dual_pipe_v; solve
+    with --measure; or a file that Schedule.save has written."""
     ranks: int = 2
     """Ranks of the pipeline."""
     stages: int | None = None
@@ -27,7 +27,7 @@ class ShowOptions:
     device: Literal["cpu", "cuda"] = "cpu"
     """Device that --measure runs on."""
     width: int | None = None
-    """Columns of the drawing; by default those that the terminal has."""
+    """Columns of the drawing; by default the width of the terminal."""
     svg: Path | None = None
     """Also draw into this file."""
     json: bool = False

@@ -11,7 +11,7 @@ from tyro.conf import Positional, subcommand
 
 @dataclass(frozen=True)
 class LsOptions:
-    """List the snapshots of a run or a folder: step, size, ranks, age; damaged, newer and unfinished ones."""
+    """List the snapshots of a run or a folder: step, size, ranks, age, and state (damaged, newer, unfinished)."""
 
     path: Positional[Path]
     """A run's folder, a folder of snapshots, or one snapshot."""
