@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from scale_core.testing import preload, run_ranks
@@ -29,28 +30,33 @@ def programs() -> tuple[str, str]:
     return "\n".join(before), "\n".join(after)
 
 
-def losses_of(program: str) -> list[float]:
-    """Runs a program of the README in the process group that is there, and returns the losses of its steps."""
-    program = program.replace("torch.distributed.init_process_group()", "")
+def losses_of(program: str, rank: int, path: Path) -> list[float]:
+    """Runs a program of the README, which starts its process group, and returns the losses of its steps."""
     losses: list[float] = []
-    names: dict[str, object] = {"record": losses.append}
+    names: dict[str, object] = {"record": losses.append, "rendezvous": dist.FileStore(str(path), 2)}
+    # Without torchrun, the group is told its store and its rank; its backend is still the one that torch takes.
+    start = f"init_process_group(store=rendezvous, rank={rank}, world_size=2)"
+    program = program.replace("init_process_group()", start)
     exec(program.replace("    loss.backward()", "    record(loss.item())\n    loss.backward()"), names)
     model = names["model"]
     assert isinstance(model, nn.Module) and len(losses) == 5
+    dist.destroy_process_group()
     return losses
 
 
-def train_both() -> tuple[list[float], list[float]]:
+def train_both(folder: Path) -> tuple[list[float], list[float]]:
+    rank = dist.get_rank()
+    dist.destroy_process_group()
     before, after = programs()
-    return losses_of(before), losses_of(after)
+    return losses_of(before, rank, folder / "before"), losses_of(after, rank, folder / "after")
 
 
-def test_both_sides_of_the_diff_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sides_of_the_diff_train_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     before, after = programs()
     assert "DistributedDataParallel(" in before and "fully_shard_modules(" in after
-    for ddp, sharded in run_ranks(train_both, 2):
+    for ddp, sharded in run_ranks(train_both, 2, tmp_path):
         # The norm of shards is summed in another order, so that clipped steps agree but for rounding.
         torch.testing.assert_close(sharded, ddp, rtol=1e-5, atol=0)
         assert sharded[0] == ddp[0]

@@ -95,6 +95,12 @@ def test_a_backend_named_per_device_is_told_by_its_transport() -> None:
     assert group_of(dist.new_group(backend="cpu:gloo")).backend == "gloo"
 
 
+@pytest.mark.ranks(1, backend=None)
+def test_without_a_backend_a_group_has_the_one_of_its_device() -> None:
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)  # torch calls its backend "undefined"
+    assert group_of().backend == group_of(dist.new_group()).backend == ("nccl" if torch.cuda.is_available() else "gloo")
+
+
 def found_again() -> tuple[bytes, bytes]:
     whole, me = group_of(), dist.get_rank()
     part = group_of(dist.new_group([me], use_local_synchronization=True))

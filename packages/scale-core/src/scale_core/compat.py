@@ -234,6 +234,17 @@ def with_index(device: torch.device) -> torch.device:
     return current if current is not None and current.type == device.type else device
 
 
+def backend_of(group: dist.ProcessGroup | None = None) -> str:
+    """Returns the backend of a group, the default one if None: "nccl", "gloo" or "fake", else torch's name of it.
+
+    If a group has one backend for each kind of device, this is the accelerator's.
+    """
+    name = str(dist.get_backend(group))
+    if name == "undefined":  # init_process_group() without a backend: torch took the one for this machine's devices.
+        name = dist.get_backend_config(group)  # for example "cuda:nccl"
+    return next((known for known in ("nccl", "fake", "gloo") if known in name), name.rpartition(":")[2])
+
+
 def is_fake_group(group: dist.ProcessGroup) -> bool:
     """Whether the backend of a group is "fake"."""
     # torch does not list groups of `gloo_twin`, and `get_backend` raises for them.

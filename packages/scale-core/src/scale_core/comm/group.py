@@ -195,9 +195,5 @@ def _lookup(rank: int, size: int, ranks: tuple[int, ...]) -> Group:
 def _from_torch(process_group: dist.ProcessGroup | None) -> Group:
     assert process_group is not None, "torch.distributed is initialized, but has no default group"
     ranks = tuple(dist.get_process_group_ranks(process_group))
-    name = str(dist.get_backend(process_group))
-    # Of "cpu:gloo,cuda:nccl" the one for the accelerator.
-    backend = next((known for known in ("nccl", "fake", "gloo") if known in name), name)
-    return Group(
-        dist.get_rank(process_group), len(ranks), process_group, backend, ranks, group_state(process_group, ranks)
-    )
+    backend, state = compat.backend_of(process_group), group_state(process_group, ranks)
+    return Group(dist.get_rank(process_group), len(ranks), process_group, backend, ranks, state)

@@ -276,7 +276,7 @@ class ParallelDims:
                 f"order is {', '.join(in_order)}"
             )
         ranks = next(ranks for ranks in self.ranks(*names) if dist.get_rank() in ranks)
-        device_type = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+        device_type = "cuda" if compat.backend_of() == "nccl" else "cpu"
         if len(names) == 1:
             return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
         mesh = torch.tensor(ranks).view([self.size(name) for name in names])
