@@ -1,3 +1,4 @@
+import json
 import os
 import struct
 from pathlib import Path
@@ -14,6 +15,7 @@ from scale_snapshot.format.safetensors_io import (
     TensorEntry,
     WrittenFile,
     memory_of,
+    read_entries,
     read_metadata,
     write_tensors,
 )
@@ -117,6 +119,69 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path, data: bytes, mes
         else:
             with pytest.raises(ValueError, match=message):
                 read_metadata(file)
+
+
+def header_entry(begin: object, end: object, dtype: str = "F32", shape: object = (2,)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (
+            {"a": header_entry(0, 8), "b": header_entry(4, 12), "c": header_entry(12, 16, shape=[1])},
+            "b overlaps with a",
+        ),
+        ({"a": header_entry(0, 16, shape=[4]), "b": header_entry(0, 16, shape=[4])}, "b overlaps with a: it begins at"),
+        (
+            {"a": header_entry(0, 4, shape=[1]), "b": header_entry(8, 16)},
+            "b leaves a hole after a: it begins at byte 8",
+        ),
+        ({"a": header_entry(8, 16)}, "a leaves a hole after the header"),
+        ({"a": header_entry(0, 8)}, r"a ends at byte \d+, and the file has"),
+        ({"a": header_entry(0, 8), "b": header_entry(8, 20, shape=[3])}, "it is cut: b ends at byte"),
+        ({"a": header_entry(-8, 0), "b": header_entry(0, 16, shape=[4])}, "a has .* the bytes -8 to 0, expected whole"),
+        ({"a": header_entry(0, 16, shape=[-2, -2])}, r"a has the shape \(-2, -2\)"),
+        ({"a": header_entry(0, 16, shape=[4.0])}, r"a has the shape \(4.0,\)"),
+        ({"a": header_entry(0, 16, shape=[True, 4])}, r"a has the shape \(True, 4\)"),
+        ({"a": header_entry(0, 16, "F64")}, None),
+        ({"a": header_entry(0, 16, "F64", [4])}, "a of shape .4,. in F64 needs 32 bytes, got 16"),
+        ({"a": header_entry(16, 0, shape=[4])}, "a of shape .4,. in F32 needs 16 bytes, got -16"),
+        ({"a": header_entry(0, 16, "F128", [1])}, "a has the dtype F128, expected one of BOOL"),
+        ({"a": [0, 16]}, "a has a header entry without dtype, shape and two data_offsets"),
+        ({"a": {"dtype": "F32", "shape": [4]}}, "a has a header entry without dtype"),
+        ({"a": header_entry(0, 16, shape=4)}, "a has a header entry without dtype"),
+    ],
+)
+def test_tensors_have_each_byte_of_a_file_once(tmp_path: Path, header: dict[str, object], message: str | None) -> None:
+    """A file of 16 bytes of data; the safetensors library refuses the same headers."""
+    text = json.dumps(header).encode()
+    (tmp_path / "file").write_bytes(struct.pack("<Q", len(text)) + text + bytes(16))
+    with opened(tmp_path / "file") as file:
+        if message is None:
+            assert [stored.entry.name for stored in read_entries(file)] == ["a"]
+        else:
+            with pytest.raises(ValueError, match=message):
+                read_entries(file)
+            with pytest.raises(Exception, match=r"header|dtype|variant"):
+                safe_open(tmp_path / "file", framework="pt").__enter__()
+
+
+def test_empty_tensors_stand_between_others_in_any_order(tmp_path: Path) -> None:
+    tensors = {"none": torch.empty(0, 3), "a": torch.ones(2), "nothing": torch.empty(0), "b": torch.ones(2)}
+    written = write(tmp_path / "file", tensors)
+    with opened(tmp_path / "file") as file:
+        assert {stored.entry.name: stored.begin for stored in read_entries(file)} == dict(
+            zip(tensors, written.begins, strict=True)
+        )
+
+
+def test_a_name_that_stands_twice_in_a_header_is_refused(tmp_path: Path) -> None:
+    entry = json.dumps(header_entry(0, 8))
+    text = f'{{"a": {entry}, "a": {entry}}}'.encode()
+    (tmp_path / "file").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with opened(tmp_path / "file") as file, pytest.raises(ValueError, match="'a' stands twice"):
+        read_entries(file)
 
 
 def test_the_metadata_of_a_file_is_read(tmp_path: Path) -> None:

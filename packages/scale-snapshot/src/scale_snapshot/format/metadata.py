@@ -13,7 +13,6 @@ import math
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,7 @@ from scale_core.state.validation import SavedTensor
 from scale_snapshot.errors import DamagedSnapshotError, NewerSnapshotError, SnapshotError
 from scale_snapshot.format.checksums import checksum, num_blocks
 from scale_snapshot.format.coverage import check_coverage, slices_of
-from scale_snapshot.format.safetensors_io import SAVED_DTYPES, SAVED_NAMES
+from scale_snapshot.format.safetensors_io import SAVED_DTYPES, SAVED_NAMES, without_duplicates
 from scale_snapshot.format.stored_file import is_damage, opened, retry
 
 JSON: TypeAlias = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
@@ -253,15 +252,7 @@ def _checked_document(directory: Path, data: bytes) -> bytes:
 
 
 def _load_json(data: bytes) -> Any:
-    return json.loads(data, object_pairs_hook=_without_duplicates, parse_float=_finite, parse_constant=_refuse_constant)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
-        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{name!r} stands twice in one object")
-    return unique
+    return json.loads(data, object_pairs_hook=without_duplicates, parse_float=_finite, parse_constant=_refuse_constant)
 
 
 def _finite(text: str) -> float:

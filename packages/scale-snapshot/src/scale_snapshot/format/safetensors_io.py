@@ -14,6 +14,7 @@ import math
 import os
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,23 +166,45 @@ class StoredTensor(NamedTuple):
 
 
 def read_entries(file: StoredFile) -> list[StoredTensor]:
-    """The tensors of a file; a ValueError says why it is not a complete safetensors file."""
+    """The tensors of a file; a ValueError says why it is not a complete safetensors file.
+
+    The format forbids holes and bytes of two tensors. A damaged header would give a tensor the values of another one.
+    """
     start, header = _read_header(file)
-    entries = []
-    for name, location in header.items():
-        if name == "__metadata__":
-            continue
-        if (word := location["dtype"]) not in DTYPES:
-            raise ValueError(f"{name} has the dtype {word}, expected one of {', '.join(DTYPES)}")
-        entry, (begin, end) = TensorEntry(name, DTYPES[word], tuple(location["shape"])), location["data_offsets"]
-        if end - begin != entry.num_bytes or not 0 <= begin <= end:
+    tensors = [_stored_tensor(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    position, previous = 0, "the header"
+    for entry, begin in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.entry.num_bytes)):
+        if begin != position:
+            fault = "overlaps with" if begin < position else "leaves a hole after"
+            raise ValueError(f"{entry.name} {fault} {previous}: it begins at byte {begin}, expected {position}")
+        position, previous = begin + entry.num_bytes, entry.name
+        if start + position > file.num_bytes:
             raise ValueError(
-                f"{name} of shape {entry.shape} in {word} needs {entry.num_bytes} bytes, got {end - begin}"
+                f"it is cut: {entry.name} ends at byte {start + position}, and the file has {file.num_bytes}"
             )
-        if start + end > file.num_bytes:
-            raise ValueError(f"it is cut: {name} ends at byte {start + end}, and the file has {file.num_bytes}")
-        entries.append(StoredTensor(entry, start + begin))
-    return entries
+    if start + position != file.num_bytes:
+        raise ValueError(f"{previous} ends at byte {start + position}, and the file has {file.num_bytes}")
+    return [tensor._replace(begin=start + tensor.begin) for tensor in tensors]
+
+
+def _stored_tensor(name: str, location: Any) -> StoredTensor:
+    """A tensor by its entry in the header, with its begin in the data."""
+    try:
+        word, shape, (begin, end) = location["dtype"], tuple(location["shape"]), location["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{name} has a header entry without dtype, shape and two data_offsets: {location!r}"
+        ) from error
+    if word not in DTYPES:
+        raise ValueError(f"{name} has the dtype {word}, expected one of {', '.join(DTYPES)}")
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise ValueError(
+            f"{name} has the shape {shape} and the bytes {begin} to {end}, expected whole numbers from 0 on"
+        )
+    entry = TensorEntry(name, DTYPES[word], shape)
+    if end - begin != entry.num_bytes:
+        raise ValueError(f"{name} of shape {entry.shape} in {word} needs {entry.num_bytes} bytes, got {end - begin}")
+    return StoredTensor(entry, begin)
 
 
 def read_metadata(file: StoredFile) -> dict[str, str]:
@@ -197,11 +220,20 @@ def _read_header(file: StoredFile) -> tuple[int, dict[str, Any]]:
     if length > min(file.num_bytes - 8, _HEADER_LIMIT_BYTES):
         raise ValueError(f"no safetensors file: a header of {length} bytes in {file.num_bytes}")
     try:
-        header = json.loads(file.read(length, 8).decode())
+        header = json.loads(file.read(length, 8).decode(), object_pairs_hook=without_duplicates)
         header.setdefault("__metadata__", {}).items()
     except (ValueError, RecursionError, AttributeError) as error:
         raise ValueError(f"no safetensors file: its header can't be read ({type(error).__name__}: {error})") from error
     return 8 + length, header
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `json.loads`; a ValueError names a key that stands twice, of which one would be lost."""
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} stands twice in one object")
+    return unique
 
 
 def memory_of(tensor: Tensor) -> memoryview:
