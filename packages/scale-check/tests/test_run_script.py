@@ -352,6 +352,67 @@ def test_an_optimizer_that_never_sees_a_gradient_is_code_2(capsys: pytest.Captur
     assert "the optimizer's steps see no gradient and change no weight" in capsys.readouterr().err
 
 
+# bf16 weights with copies in float32, as Megatron's optimizer has; so small a step is lost in bf16.
+COPIES = (
+    DDP.replace("nn.Linear(16, 3))", "nn.Linear(16, 3)).bfloat16()")
+    .replace("torch.randn(64, 8)", "torch.randn(64, 8).bfloat16()")
+    .replace(
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)",
+        """
+params = list(model.parameters())
+copies = [param.detach().float() for param in params]
+if bug == "flat":
+    copies = [torch.cat([copy.flatten() for copy in copies] + [torch.zeros(5)])]
+if bug == "unrelated":
+    copies = [torch.ones(2)]
+optimizer = torch.optim.AdamW(copies, lr=1e-9)
+
+
+def copy_gradients():
+    grads = [param.grad.float() for param in params]
+    if bug == "flat":
+        grads = [torch.cat([grad.flatten() for grad in grads] + [torch.zeros(5)])]
+    for copy, grad in zip(copies, grads):
+        copy.grad = grad if bug != "unrelated" else torch.ones_like(copy)
+
+
+def copy_weights():
+    if bug in ("", "frozen"):
+        for param, copy in zip(params, copies):
+            param.data.copy_(copy)
+""",
+    )
+    .replace("optimizer.zero_grad()", "model.zero_grad()")
+    .replace("        optimizer.step()", "        copy_gradients()\n        optimizer.step()\n        copy_weights()")
+)
+
+
+@pytest.mark.parametrize(
+    ("bug", "code", "told"),
+    [
+        ("", 0, "tensors are equal"),
+        ("flat", 0, "tensors are equal"),
+        ("frozen", 1, "step 1: optimizer state of 3.bias: gradient of its copy differs on rank 1"),
+        ("unrelated", 2, "the optimizer's steps see no gradient and change no weight"),
+    ],
+)
+def test_copies_in_float32_train_though_no_weight_changes(
+    bug: str, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("copies.py").write_text(COPIES)
+    assert main(["run", "--steps", "1", "copies.py", *([bug] if bug else [])]) == code
+    assert told in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_flat_parameters_of_fsdp1_are_code_2(use_orig_params: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = f"FullyShardedDataParallel(net, device_id=torch.device('cpu'), use_orig_params={use_orig_params})"
+    text = DDP.replace("torch.nn.parallel import DistributedDataParallel", "torch.distributed.fsdp import *")
+    Path("fsdp1.py").write_text(text.replace("DistributedDataParallel(net)", wrapped))
+    assert main(["run", "--steps", "1", "fsdp1.py"]) == 2
+    assert "fsdp1.py: the model is wrapped by torch's FullyShardedDataParallel (FSDP1)" in capsys.readouterr().err
+
+
 def test_a_script_that_does_not_end_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     Path("endless.py").write_text("import time\nwhile True: time.sleep(1)\n")
     assert main(["run", "--limit-seconds", "5", "endless.py"]) == 2

@@ -12,7 +12,7 @@ import importlib
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -76,6 +76,8 @@ class Recording:
     hides_gradients: bool = False  # The library has no full gradients when its optimizer steps.
     draws_of_loop: bool = False  # Random numbers were drawn between a loader and the model.
     has_sharded_outputs: bool = False  # A module had a DTensor as its output.
+    has_flat_params: bool = False  # A model is wrapped by FSDP1, whose flat parameters have no names of the model.
+    steps_on_copies: bool = False  # An optimizer has stepped on copies of parameters in a wider dtype.
     evaluated: set[str] = field(default_factory=set)  # Names of models that have run without gradients only.
     num_forwards: dict[int, int] = field(default_factory=dict)  # By step, how often the model ran with gradients.
 
@@ -90,8 +92,11 @@ class Recording:
 
     @property
     def trains_nothing(self) -> bool:
-        """Whether steps of an optimizer saw no gradient and changed no weight."""
-        if self.hides_gradients or self.keys_of(Phase.GRADIENT):
+        """Whether steps of an optimizer saw no gradient and changed no weight.
+
+        A small step on a copy in float32 may be lost when it is rounded to a weight in bfloat16.
+        """
+        if self.hides_gradients or self.steps_on_copies or self.keys_of(Phase.GRADIENT):
             return False
         weights = {key: float_values(self.tensors[key]) for key in self.keys_of(Phase.WEIGHT)}
         before = {key: self.tensors.get(Key(1, Phase.START, key.name)) for key in weights}
@@ -202,6 +207,7 @@ class Recorder:
         self._stepped_copies = False  # An optimizer has stepped on tensors that are no parameters of the models.
         self._models: dict[nn.Module, str] = {}  # The outermost modules that have run, with the name of each
         self._names: dict[nn.Module, str] = {}  # Of all modules in them
+        self._copies: dict[Tensor, str] = {}  # What optimizers step on in the place of parameters, with their names
         self._calls: dict[tuple[Phase, str], int] = {}
         self._params_of_shape: dict[torch.Size, deque[tuple[str, nn.Parameter]]] = {}  # In the order of next use
 
@@ -295,6 +301,8 @@ class Recorder:
             number = sum(name.partition(" ")[0] == kind for name in self._models.values())
             prefix = f"{kind} {number + 1}" if number else kind
         self._models[model] = prefix
+        fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+        self.recording.has_flat_params |= any(isinstance(module, fsdp1) for module in model.modules())
         if not torch.is_grad_enabled():
             self.recording.evaluated.add(prefix)
         self._params_of_shape.clear()
@@ -324,6 +332,8 @@ class Recorder:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth += 1
+        if not self._stepped_copies:
+            self._record_copies(optimizer)
         if self._optimizer_depth > 1 or self._stepped_copies:
             return
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -343,6 +353,28 @@ class Recorder:
                 if isinstance(value, float) or (isinstance(value, Tensor) and not value.ndim):
                     key = Key(self.step, Phase.OPTION, f"{option} of group {number}")
                     self.recording.tensors[key] = torch.tensor(float(value), dtype=torch.float64)
+
+    def _record_copies(self, optimizer: Optimizer) -> None:
+        """Records the gradients of copies, in a wider dtype, that the optimizer steps on in the place of parameters.
+
+        They are recorded in the dtype of the parameter, whose rounding they have.
+        """
+        named = dict(self._named_params())
+        own = {id(param) for param in named.values()}
+        narrow = {name: _local(param) for name, param in named.items() if param.is_floating_point()}
+        for copy in [param for group in optimizer.param_groups for param in group["params"] if id(param) not in own]:
+            if copy.grad is None or not copy.is_floating_point():
+                continue
+            candidates = {n: p for n, p in narrow.items() if p.dtype.itemsize < copy.dtype.itemsize and p.numel()}
+            taken = self._copies.values()
+            names = (name for name, param in candidates.items() if name not in taken and _is_copy(_local(copy), param))
+            if (name := self._copies.get(copy) or next(names, None)) is not None:
+                self._copies[copy] = name
+                self.recording.steps_on_copies = True
+                grad = copy.grad.to(named[name].dtype)
+                self.add(Key(self.step, Phase.STATE, f"{name}: gradient of its copy"), grad)
+            elif not self.recording.steps_on_copies and candidates:
+                self.recording.steps_on_copies = _is_flat_copy(_local(copy), list(candidates.values()))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth -= 1
@@ -412,6 +444,26 @@ def _joined(prefix: str, name: str) -> str:
 
 def _is_trainable(model: nn.Module) -> bool:
     return any(param.requires_grad for param in model.parameters())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
+def _is_copy(copy: Tensor, param: Tensor) -> bool:
+    """Whether a tensor is a copy of a parameter, of which `perturb` may have changed the last place."""
+    if copy.shape != param.shape or copy.device != param.device:
+        return False
+    return torch.allclose(copy.to(param.dtype), param, rtol=2 * torch.finfo(param.dtype).eps, atol=0.0)
+
+
+def _is_flat_copy(copy: Tensor, params: Sequence[Tensor]) -> bool:
+    """Whether a tensor has values of several parameters one after the other, and zeros between them."""
+    dtype = params[0].dtype
+    values = torch.cat([param.flatten() for param in params if param.dtype is dtype and param.device == copy.device])
+    rounded = copy.flatten().to(dtype)
+    return bool(rounded.any()) and bool((torch.isin(rounded, values) | (rounded == 0)).all())
 
 
 def _is_recomputing() -> bool:

@@ -141,6 +141,12 @@ def _compare_runs(task: ScriptTask, runner: _Runner, folder: Path) -> Report:
     ranks = runner.run([task] * num_ranks, folder / "ranks")
     if not any(result.recording.tensors for result in ranks):
         raise ScriptError(f"{script}: no module ran with gradients; is it a training script?")
+    if any(result.recording.has_flat_params for result in ranks):
+        raise ScriptError(
+            f"{script}: the model is wrapped by torch's FullyShardedDataParallel (FSDP1). Its flat parameters can't be "
+            "compared, because they don't have the names and shapes of the model. Shard it by fully_shard (FSDP2) of "
+            "torch.distributed.fsdp or scale_fsdp"
+        )
     samples_of_ranks = [result.samples for result in ranks]
     if (padded := Samples.of_one_length(samples_of_ranks)) is not None:
         samples_of_ranks = padded
