@@ -299,3 +299,45 @@ def test_models_and_blocks_are_compiled(flat: bool) -> None:
 def test_the_guide_has_these_lines_and_no_others():
     head = "| line | on a sharded model | for full parameters |\n|---|---|---|\n"
     assert head + "".join(ROWS) + "\n" in GUIDE.read_text(encoding="utf-8")
+
+
+BETWEEN_FORWARD_AND_BACKWARD: dict[str, Callable[[nn.Module], Any]] = {
+    "squares": lambda model: sum(param.square().sum() for param in model.parameters()),
+    "norms": lambda model: sum(param.norm() for param in model.parameters()),
+    "means": lambda model: sum(param.abs().mean() for param in model.parameters()),
+    "one row": lambda model: model[0].weight[0].sum(),
+    "data": lambda model: sum(param.data.sum() for param in model.parameters()),
+    "sizes": lambda model: sum(param.numel() * param.shape[0] for param in model.parameters()),
+}
+NEED_FULL_PARAMETERS: dict[str, Callable[[nn.Module], Any]] = {
+    "a joined vector": lambda model: torch.cat([param.flatten() for param in model.parameters()]).norm(),
+    "a linear function": lambda model: nn.functional.linear(torch.ones(1, 4), model[0].weight).sum(),
+    "a matrix product": lambda model: (model[0].weight @ model[0].weight.t()).norm(),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("reshard_after_forward", [False, True])
+def test_parameters_after_a_forward_are_right_or_an_error(reshard_after_forward: bool) -> None:
+    """With `reshard_after_forward=False` FSDP2 shows full parameters until the backward; here they are shards."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).double()
+    batch = noise(2, 4, seed=1).double()
+
+    def backward(model: nn.Module, line: Callable[[nn.Module], Any]) -> Tensor:
+        loss = model(batch).square().mean()
+        loss = loss + 0.1 * line(model)
+        loss.backward()
+        return loss.detach()
+
+    for name, line in (BETWEEN_FORWARD_AND_BACKWARD | NEED_FULL_PARAMETERS).items():
+        model, expected = copy.deepcopy(plain), copy.deepcopy(plain)
+        for module in (*model, model):
+            fully_shard(module, reshard_after_forward=reshard_after_forward)
+        if name in NEED_FULL_PARAMETERS:
+            with pytest.raises(ShardedTensorError, match="it needs elements that other ranks have"):
+                backward(model, line)
+            continue
+        torch.testing.assert_close(backward(model, line), backward(expected, line), msg=name)
+        grads = {key: param.grad.full_tensor() for key, param in model.named_parameters()}
+        torch.testing.assert_close(grads, {key: param.grad for key, param in expected.named_parameters()}, msg=name)
