@@ -321,15 +321,17 @@ class FSDPModule(ConversionMethods):
 
     @on_local_tensors
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads full tensors, as the plain module's state dict has them; each rank takes its elements, nothing is sent.
+        """Loads full tensors, as the plain module's state dict has them; each rank takes its elements of its own state.
 
-        DTensors are taken as well, and gathered by all ranks together. With `assign`, values of the parameters' dtype
-        are copied to the shards, which stay where they are.
+        All ranks call it together, and say whether their states fit. DTensors are taken as well, and gathered by all
+        ranks together. With `assign`, values of the module's dtypes are copied to shards and buffers, which stay where
+        they are.
 
         Raises:
-            RuntimeError: Names or shapes are not the module's, or dtypes with `assign`, or the parameters are in use.
-                Nothing has been loaded then.
+            RuntimeError: On one rank or several, names or shapes are not the module's, or dtypes with `assign`, or the
+                parameters are in use. Nothing has been loaded then, on any rank.
             ValueError: The state belongs to only one rank.
+            ScaleDistributedError: A rank did something else, or has other DTensors.
         """
         return load_full_state_dict(self, super().load_state_dict, state_dict, strict, assign)
 

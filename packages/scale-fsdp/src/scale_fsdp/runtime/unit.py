@@ -151,6 +151,7 @@ class Unit:
         self.applied_params: dict[FlatBuffer, list[nn.Parameter]] | None = None
         self.state_dict_call: object | None = None  # the `state_dict()` that runs now
         self.loads_local = False  # `load_state_dict` takes this rank's shards now
+        self.load_is_compared = False  # all ranks know that the state that is loaded now fits on all of them
 
         # The pass that runs now.
         self.forward_calls = ForwardCalls()
@@ -189,6 +190,12 @@ class Unit:
     def module(self) -> nn.Module:
         """Its module; of several the first, by which it is named."""
         return self.modules[0]
+
+    @property
+    def origin(self) -> str:
+        """Says which of all units it is; equal on all its ranks."""
+        kind = type(self.module).__name__
+        return f"{unit_title(self.name)} ({kind}, number {self.serial} in the order of fully_shard)"
 
     @property
     def is_restored(self) -> bool:
@@ -407,10 +414,8 @@ class UnitContext:
         stops = list(itertools.accumulate(len(unit.buffers) for unit in self.units))
         # The numbers of each unit's buffers among these.
         self.buffer_numbers = {u: range(stop - len(u.buffers), stop) for u, stop in zip(self.units, stops, strict=True)}
-        kind, number = type(outermost.module).__name__, outermost.serial
-        origin = f"{unit_title(outermost.name)} ({kind}, number {number} in the order of fully_shard)"
         group = max((unit.options.mesh_info.whole for unit in self.units), key=lambda group: group.size)
-        self.contract = Contract(group, outermost.options.limit_seconds, abort_message, origin)
+        self.contract = Contract(group, outermost.options.limit_seconds, abort_message, outermost.origin)
         self.entry_unit: Unit | None = None  # the unit that was called first in the forward pass that runs now
         self.in_backward = False
         self.synchronizes = True  # gradients are reduced at the end of a backward pass; False inside `no_sync`

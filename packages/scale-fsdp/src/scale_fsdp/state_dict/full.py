@@ -31,7 +31,7 @@ from scale_fsdp.runtime.checks import check_not_in_use, check_not_replaced
 from scale_fsdp.runtime.flattened_parameter import flat_param_name
 from scale_fsdp.runtime.param_registry import managed_modules
 from scale_fsdp.runtime.unit import ParamSlot, Unit, unit_of, units_in
-from scale_fsdp.state_dict.loading import local_elements, shard_pre_hook
+from scale_fsdp.state_dict.loading import copying_pre_hook, local_elements, shard_pre_hook
 from scale_fsdp.state_dict.naming import check_same_ranks, model_group, param_names, plain_order
 from scale_fsdp.summon import gather_full_params, with_flat_params
 
@@ -172,6 +172,9 @@ def register_state_dict_hooks(unit: Unit) -> None:
     for inside in {slot.module for slot in unit.slots}.difference(unit.modules):  # for `model.encoder.state_dict()`
         inside.register_state_dict_post_hook(partial(_unshard_inner_hook, unit))
         inside.register_load_state_dict_pre_hook(partial(shard_pre_hook, unit=unit))
+    managed = {child for module in unit.modules for _, child in managed_modules(module)}
+    for unsharded in managed.difference(unit.modules, (slot.module for slot in unit.slots)):
+        unsharded.register_load_state_dict_pre_hook(copying_pre_hook)
 
 
 @checked_arguments

@@ -1,19 +1,21 @@
 """Loading a state dict: full tensors, from which each rank keeps its elements, or its own shards as they are.
 
 torch loads module by module and reports mismatches in the end. Here all that can be compared is compared before,
-so that a state of another model changes nothing.
+on all ranks together, so that a state of another model changes nothing, and nothing on any rank if one rank has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from scale_core.consistency.execution_order import unit_title
-from scale_core.dtensor import full_value
+from scale_core.consistency.all_ranks import all_gather_json, raise_on_all_ranks
+from scale_core.consistency.contract import Contract
+from scale_core.consistency.execution_order import Event, unit_title
+from scale_core.dtensor import full_value, is_dtensor
 from scale_core.flat.buffer import FlatBuffer
 from scale_core.shard import elements_of, on_local_tensors, shard_of, wait_for
 from scale_core.sharded_tensor.tensor import mark_sharded
@@ -33,6 +35,31 @@ def load_full_state_dict(
     module: nn.Module, plain: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
     """Loads full tensors by `plain`, the `load_state_dict` of `nn.Module`; raises before anything is written."""
+    wait_for(*module.parameters())
+    refusal = None
+    try:
+        _check_state(module, state_dict, strict, assign)
+    except (RuntimeError, ValueError) as error:
+        refusal = error
+    units = units_in(module)
+    contract, event = _contract_of(units), Event("load_state_dict", units[0].name)
+    contract.sync_point(event, always=True)  # A rank that loads alone would have the shards of another model.
+    raise_on_all_ranks(refusal, str(event), contract, RuntimeError)
+    same_ranks = {b for unit in units if unit.options.mesh_info.whole == contract.group for b in unit.buffers}
+    named = {name: slot for name, slot in all_names(module).items() if slot.buffer in same_ranks}
+    _check_same_dtensors(named, state_dict, contract)
+    is_compared = all(_loads_as_given(child) for child in module.modules())
+    for unit in units:
+        unit.load_is_compared = is_compared
+    try:
+        return plain(state_dict, strict, assign)
+    finally:
+        for unit in units:
+            unit.load_is_compared = False
+
+
+def _check_state(module: nn.Module, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> None:
+    """Raises where a state can't be loaded: the parameters are in use, or it belongs to one rank, or another model."""
     check_loadable(module, "load_state_dict")
     if LOCAL_METADATA in getattr(state_dict, "_metadata", {}).get("", {}):
         raise ValueError(
@@ -44,8 +71,21 @@ def load_full_state_dict(
         raise RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}, of which nothing was loaded:{lines}"
         )
-    wait_for(*module.parameters())
-    return plain(state_dict, strict, assign)
+
+
+def _contract_of(units: Sequence[Unit]) -> Contract:
+    """The comparison between all ranks of a unit and those inside."""
+    unit = max(units, key=lambda unit: unit.options.mesh_info.whole.size)
+    group = unit.options.mesh_info.whole
+    if unit.root is not None and not unit.root.stale and unit.root.contract.group == group:
+        return unit.root.contract
+    return Contract(group, unit.options.limit_seconds, of=unit.origin)
+
+
+def _check_same_dtensors(named: Mapping[str, ParamSlot], state: Mapping[str, Any], contract: Contract) -> None:
+    """Raises ContractError where ranks have DTensors under different names, which they would gather together."""
+    lines = [f"'{name}'" for name, slot in named.items() if name in state and is_dtensor(state[name])]
+    contract.check_equal("the DTensors of a state dict", lines, "load a state dict with the same DTensors on all")
 
 
 @contextmanager
@@ -79,11 +119,16 @@ def shard_pre_hook(
     `unit` is given for a module inside a unit, which may be loaded by itself.
     """
     own_unit = unit_of(module)
+    owner = unit or own_unit
+    assert owner is not None
     assign = local_metadata.get("assign_to_params_buffers", False)
+    if assign:
+        sharded = [slot.attribute for slot in owner.slots if slot.module is module]
+        _copy_unsharded(module, sharded, state_dict, prefix, local_metadata, error_msgs)
+        if sharded:  # torch would put the values in the place of the shards.
+            local_metadata["assign_to_params_buffers"] = False
     if unit is not None:
         slots = [(prefix + slot.attribute, slot) for slot in unit.slots if slot.module is module]
-        if slots:
-            local_metadata["assign_to_params_buffers"] = False  # torch would put the values in the place of the shards.
         named = [
             (name, slot)
             for name, slot in slots
@@ -92,20 +137,90 @@ def shard_pre_hook(
         if not named or unit.loads_local:
             return
     else:
-        unit = own_unit
-        assert unit is not None
+        unit = owner
         named = param_names(module, unit, prefix)
-        local_metadata["assign_to_params_buffers"] = False
     check_loadable(unit.module, "load_state_dict")
     for buffer in dict.fromkeys([*unit.buffers, *(slot.buffer for _, slot in named)]):
         buffer.release()
     if unit.loads_local:
         return
+    problems = _problems_of(named, state_dict, assign=assign)
+    if not unit.load_is_compared:
+        problems = _problems_of_all_ranks(unit, named, state_dict, problems)
+    error_msgs += problems
     for name, slot in named:
-        _replace_by_shard(state_dict, name, slot, missing_keys, error_msgs, assign=assign)
+        _replace_by_shard(state_dict, name, slot, missing_keys, has_problem=bool(problems))
     for number, buffer in enumerate(unit.buffers if unit is own_unit and unit.module is module else ()):
         if buffer.flatten:
             state_dict[prefix + flat_param_name(number)] = buffer.sharded_params[0]  # loaded already
+
+
+@on_local_tensors
+def copying_pre_hook(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """The pre hook of a module inside a unit that has none of its parameters; see `_copy_unsharded`."""
+    if local_metadata.get("assign_to_params_buffers", False):
+        _copy_unsharded(module, (), state_dict, prefix, local_metadata, error_msgs)
+
+
+def _copy_unsharded(
+    module: nn.Module,
+    sharded: Collection[str],
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    error_msgs: list[str],
+) -> None:
+    """With `assign`, has values of buffers and ignored parameters copied, as those of shards are; on meta assigned.
+
+    So `assign` means one thing in all modules of a unit: each tensor stays the model's own, on its device.
+    """
+    unassigned = module._non_persistent_buffers_set.union(sharded)
+    named = {n: tensor for n, tensor in (*module._buffers.items(), *module._parameters.items()) if n not in unassigned}
+    targets = {prefix + name: tensor for name, tensor in named.items() if tensor is not None}
+    if any(tensor.is_meta for tensor in targets.values()):
+        return
+    local_metadata["assign_to_params_buffers"] = False
+    values = {name: value for name in targets if isinstance(value := state_dict.get(name), Tensor)}
+    error_msgs += filter(None, [_dtype_error(name, value, targets[name]) for name, value in values.items()])
+
+
+def _problems_of(named: Sequence[tuple[str, ParamSlot]], state_dict: Mapping[str, Any], *, assign: bool) -> list[str]:
+    """The mistakes in the values that a state has for parameters."""
+    values = [(name, state_dict[name], slot) for name, slot in named if name in state_dict]
+    problems = [
+        _shape_error(name, value, slot) or (_dtype_error(name, value, slot) if assign else "")
+        for name, value, slot in values
+        if not _is_own(slot, value)
+    ]
+    return [problem for problem in problems if problem]
+
+
+def _problems_of_all_ranks(
+    unit: Unit, named: Sequence[tuple[str, ParamSlot]], state_dict: Mapping[str, Any], problems: list[str]
+) -> list[str]:
+    """The mistakes of all ranks, given this rank's, where a plain module around a unit is loaded.
+
+    Raises:
+        ContractError: The ranks have DTensors under different names.
+    """
+    contract = _contract_of([unit])
+    event = Event("load_state_dict", unit.name)
+    contract.sync_point(event, always=True)
+    by_rank = all_gather_json(problems, contract, event)
+    if not any(by_rank):
+        _check_same_dtensors(dict(named), state_dict, contract)
+    by_rank[contract.group.rank] = []
+    others = [f"{problem} (on rank {rank})" for rank, of_rank in enumerate(by_rank) for problem in of_rank]
+    return problems + others
 
 
 def _replace_by_shard(
@@ -113,9 +228,8 @@ def _replace_by_shard(
     name: str,
     slot: ParamSlot,
     missing_keys: list[str],
-    error_msgs: list[str],
     *,
-    assign: bool,
+    has_problem: bool,
 ) -> None:
     """Puts this rank's elements of one parameter in the place of its full tensor; a flat one is loaded at once."""
     buffer, number = slot.buffer, slot.number
@@ -127,17 +241,14 @@ def _replace_by_shard(
         if buffer.flatten:
             missing_keys.append(name)
         return
-    problem = _shape_error(name, full, slot) or (_dtype_error(name, full, slot) if assign else "")
-    if problem:
-        error_msgs.append(problem)
-    else:
+    if not has_problem:
         full = full_value(full)
     if buffer.flatten:
         del state_dict[name]
-        if not problem:
+        if not has_problem:
             buffer.load(number, full)
         return
-    local = buffer.pieces[number].detach() if problem else local_elements(buffer, number, full)
+    local = buffer.pieces[number].detach() if has_problem else local_elements(buffer, number, full)
     if (shard := shard_of(buffer.sharded_params[number])) is not None:
         mark_sharded(local, shard)  # torch compares its shape with the parameter's shape.
     setattr(local, _IS_LOCAL, True)
