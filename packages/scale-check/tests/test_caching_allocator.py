@@ -109,21 +109,22 @@ def test_blocks_in_use_never_overlap() -> None:
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 0)
 
 
-def test_a_block_freed_in_the_middle_of_an_allocation_is_free_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.simulation
+def test_a_storage_that_ends_in_the_middle_of_an_allocation_is_free_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a garbage collection ends a storage while its neighbor is cut."""
-    allocator = CachingAllocator()
-    ended = [allocator.allocate(4 * MIB)]
+    with simulate(device="sim") as simulation:
+        tensors = [torch.empty(4 * MIB, dtype=torch.uint8, device="sim")]
 
-    def collecting(free: list[Any], entry: Any) -> None:
-        if ended:
-            allocator.free(ended.pop())
-        insort(free, entry)
+        def collecting(free: list[Any], entry: Any) -> None:
+            tensors.clear()
+            insort(free, entry)
 
-    monkeypatch.setattr(caching_allocator, "insort", collecting)
-    second = allocator.allocate(4 * MIB)
-    assert (second.address, allocator.allocated_bytes) == (4 * MIB, 4 * MIB)
-    assert allocator.allocate(4 * MIB).address == 0
-    assert allocator.reserved_bytes == 20 * MIB
+        monkeypatch.setattr(caching_allocator, "insort", collecting)
+        second = torch.empty(4 * MIB, dtype=torch.uint8, device="sim")
+        assert (simulation.current_bytes, simulation.peak_bytes) == (4 * MIB, 8 * MIB)
+        others = [torch.empty(4 * MIB, dtype=torch.uint8, device="sim") for _ in range(4)]
+        assert (simulation.current_bytes, simulation.reserved_bytes) == (20 * MIB, 20 * MIB)
+        del second, others
 
 
 @pytest.mark.simulation

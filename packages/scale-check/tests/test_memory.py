@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 
@@ -126,6 +128,41 @@ def test_a_memory_learns_the_kinds_before_it_reports() -> None:
     assert tracker.current_by_kind() == {"activations": 10}
     assert memory.current_by_kind == memory.peak_by_kind == {"parameters": 10}
     assert memory.largest_at_peak == [MemoryItem("parameters", "", 10, 1)]
+
+
+class EndingArray(array):
+    """An array that ends tensors when a number is appended, as a garbage collection may."""
+
+    tensors: list[torch.Tensor]
+
+    def append(self, number: int) -> None:
+        super().append(number)
+        self.tensors.clear()
+
+
+def test_storages_that_end_in_the_middle_of_a_change_are_booked_after_it() -> None:
+    tracker = MemoryTracker()
+    tensors = [num_bytes(1) for _ in range(2000)]  # More than Python's limit of calls inside of calls.
+    for tensor in tensors:
+        observe(tracker, tensor)
+    del tensor
+    EndingArray.tensors, tracker._changed = tensors, EndingArray("q", tracker._changed)
+    other = num_bytes(50)
+    observe(tracker, other, "other")
+    assert (tracker.current_by_kind(), tracker.current_bytes) == ({"other": 50}, 50)
+    assert (tracker.peak_by_kind(), tracker.peak_bytes) == ({"activations": 2000, "other": 50}, 2050)
+
+
+def test_a_storage_that_ends_in_the_middle_of_a_restart_is_booked_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = MemoryTracker()
+    tensors, kept = [num_bytes(30)], num_bytes(50)
+    for kind, tensor in (("first", tensors[0]), ("kept", kept)):
+        observe(tracker, tensor, kind)
+    del tensor
+    EndingArray.tensors = tensors
+    monkeypatch.setattr("scale_check.simulate.memory.array", EndingArray)
+    tracker.restart()
+    assert (tracker.current_by_kind(), tracker.peak_by_kind()) == ({"kept": 50}, {"kept": 50, "first": 30})
 
 
 def test_a_tracker_that_was_closed_stays_as_it_is() -> None:

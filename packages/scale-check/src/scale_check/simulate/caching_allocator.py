@@ -68,37 +68,9 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = 0
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int, ReservedBlock]]] = defaultdict(list)
         self._next_address = 0
-        self._is_changing = False
-        self._to_free: list[ReservedBlock] = []
 
     def allocate(self, num_bytes: int, stream: int = 0) -> ReservedBlock:
         """Returns a block of at least `num_bytes` for a stream."""
-        self._is_changing = True
-        block = self._allocate(num_bytes, stream)
-        self._is_changing = False
-        self._free_waiting()
-        return block
-
-    def free(self, block: ReservedBlock) -> None:
-        """Gives a block back to its stream.
-
-        A garbage collection may end a storage in the middle of an allocation. Then its block is free after that.
-        """
-        assert block.in_use
-        self._to_free.append(block)
-        self._free_waiting()
-
-    def empty_cache(self) -> None:
-        """Gives all segments without a block in use back to the device, as `torch.cuda.empty_cache` does."""
-        self._is_changing = True
-        for free in self._free.values():
-            for entry in [entry for entry in free if entry[2].previous is None and entry[2].following is None]:
-                free.remove(entry)
-                self.reserved_bytes -= entry[0]
-        self._is_changing = False
-        self._free_waiting()
-
-    def _allocate(self, num_bytes: int, stream: int) -> ReservedBlock:
         size = max(-(-num_bytes // _MIN_BLOCK_SIZE), 1) * _MIN_BLOCK_SIZE
         pool = (stream, size <= _SMALL_SIZE)
         free = self._free[pool]
@@ -117,13 +89,9 @@ class CachingAllocator:
         self.allocated_bytes += block.num_bytes
         return block
 
-    def _free_waiting(self) -> None:
-        while self._to_free and not self._is_changing:
-            self._is_changing = True
-            self._put_back(self._to_free.pop())
-            self._is_changing = False
-
-    def _put_back(self, block: ReservedBlock) -> None:
+    def free(self, block: ReservedBlock) -> None:
+        """Gives a block back to its stream."""
+        assert block.in_use
         block.in_use = False
         self.allocated_bytes -= block.num_bytes
         for neighbor in (block.previous, block.following):
@@ -131,6 +99,13 @@ class CachingAllocator:
                 self._take(neighbor)
                 block = _merged(*sorted((block, neighbor), key=lambda part: part.address))
         insort(self._free[block.pool], (block.num_bytes, block.address, block))
+
+    def empty_cache(self) -> None:
+        """Gives all segments without a block in use back to the device, as `torch.cuda.empty_cache` does."""
+        for free in self._free.values():
+            for entry in [entry for entry in free if entry[2].previous is None and entry[2].following is None]:
+                free.remove(entry)
+                self.reserved_bytes -= entry[0]
 
     def _new_segment(self, size: int, pool: tuple[int, bool]) -> ReservedBlock:
         if pool[1]:

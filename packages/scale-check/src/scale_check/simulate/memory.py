@@ -12,6 +12,7 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -60,6 +61,9 @@ class MemoryItem(NamedTuple):
 class MemoryTracker:
     """Follows the sizes of all storages that it was shown, until they are freed.
 
+    A garbage collection may end a storage between any two lines, also in the middle of a change. Then its end is booked
+    after the change, here and in the allocator.
+
     Args:
         allocator: Allocates a block for each storage, on the current stream of the simulated device. None for the host.
     """
@@ -73,6 +77,8 @@ class MemoryTracker:
         self._changed = array("q")  # block numbers, in the order of the changes ...
         self._deltas = array("q")  # ... and by how many bytes each grew or shrank
         self._changes_at_peak = 0
+        self._is_changing = False
+        self._ended: list[tuple[int, MemoryBlock]] = []  # Storages whose end is not booked yet, by their identity
 
     def observe(self, storage: torch.UntypedStorage, kind: str, made_by: str = "") -> MemoryBlock:
         """Adds a storage, or updates its size; `kind` is a guess from the phase."""
@@ -126,22 +132,29 @@ class MemoryTracker:
 
     def restart(self) -> None:
         """Forgets the past: the current bytes are the first peak. The allocator keeps its segments."""
+        with self._changing():
+            if self.allocator is not None:
+                self.allocator.peak_reserved_bytes = self.allocator.reserved_bytes
+            self._blocks = list(self._live.values())
+            self._changed, self._deltas = array("q"), array("q")
+            for number, block in enumerate(self._blocks):
+                block.number = number
+                self._changed.append(number)
+                self._deltas.append(block.num_bytes)
+            self.peak_bytes = self.current_bytes
+            self._changes_at_peak = len(self._deltas)
+
+    def empty_cache(self) -> None:
+        """Makes the allocator give back segments that no storage uses."""
         if self.allocator is not None:
-            self.allocator.peak_reserved_bytes = self.allocator.reserved_bytes
-        self._blocks = list(self._live.values())
-        self._changed, self._deltas = array("q"), array("q")
-        for number, block in enumerate(self._blocks):
-            block.number = number
-            self._changed.append(number)
-            self._deltas.append(block.num_bytes)
-        self.peak_bytes = self.current_bytes
-        self._changes_at_peak = len(self._deltas)
+            with self._changing():
+                self.allocator.empty_cache()
 
     def close(self) -> None:
         """Stops tracking."""
-        self._live.clear()
         for block in self._blocks:
             block.watch = None
+        self._live.clear()
 
     def _by_kind(self, changes: int) -> dict[str, int]:
         totals: Counter[str] = Counter()
@@ -153,10 +166,33 @@ class MemoryTracker:
         return zip(self._changed[:changes], self._deltas[:changes], strict=True)
 
     def _died(self, key: int, block: MemoryBlock, _: weakref.ref[torch.UntypedStorage]) -> None:
-        del self._live[key]
-        self._change(block, 0)
+        self._ended.append((key, block))
+        self._book_ended()
 
     def _change(self, block: MemoryBlock, num_bytes: int) -> None:
+        with self._changing():
+            self._book(block, num_bytes)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, no end of a storage is booked; those that come meanwhile are booked afterwards."""
+        self._is_changing = True
+        try:
+            yield
+        finally:
+            self._is_changing = False
+        self._book_ended()
+
+    def _book_ended(self) -> None:
+        while self._ended and not self._is_changing:
+            self._is_changing = True
+            ended, self._ended = self._ended, []
+            for key, block in ended:
+                del self._live[key]
+                self._book(block, 0)
+            self._is_changing = False
+
+    def _book(self, block: MemoryBlock, num_bytes: int) -> None:
         delta = num_bytes - block.num_bytes
         block.num_bytes = num_bytes
         if self.allocator is not None:

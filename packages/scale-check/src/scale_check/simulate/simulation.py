@@ -143,7 +143,8 @@ class Simulation(Memory):
         Raises:
             ValueError: The simulation has only the host.
         """
-        self._caching_allocator().empty_cache()
+        self._caching_allocator()
+        self._tracker.empty_cache()
 
     def _caching_allocator(self) -> CachingAllocator:
         if self._allocator is None:
