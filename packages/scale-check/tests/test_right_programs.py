@@ -72,6 +72,17 @@ def layer_in_float32() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), SumsInFloat32(), nn.Tanh(), nn.Linear(40, 4))
 
 
+class SampleBySample(nn.Module):
+    """A detector's kind of forward: it loops over the samples, and each rank has fewer of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(6, 5), nn.Linear(5, 2)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.head(self.encoder(sample).tanh()) for sample in batch])
+
+
 class LossesOfTwo(nn.Module):
     """Two losses in one tensor, each a mean over the samples, as a quantizer with several codebooks returns them."""
 
@@ -98,6 +109,13 @@ PROGRAMS: dict[str, dict[str, Any]] = {
     "by hand": {"build": mlp, "wrap": averaging, "batches": batches(6)},
     "float32": {"build": mlp, "wrap": ddp, "batches": batches(6), "dtype": None, "optimizer": adamw},
     "a layer in float32": {"build": layer_in_float32, "wrap": ddp, "batches": batches(6)},
+    "sample by sample": {"build": SampleBySample, "wrap": ddp, "batches": batches(6)},
+    "sample by sample, accumulated": {
+        "build": SampleBySample,
+        "step": accumulating_step,
+        "wrap": ddp,
+        "batches": MICRO_BATCHES,
+    },
     "two losses in one tensor": {
         "build": LossesOfTwo,
         "step": step_of_summed_outputs,

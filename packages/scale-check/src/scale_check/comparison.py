@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
@@ -182,8 +183,13 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
     plain, *ranks = _without_models_of_some_ranks(plain, *ranks)
     comparisons: list[_Compared] = []
     scale = _gradient_scale(plain, ranks)
+    of_one_rank = _calls_of_one_rank(plain, ranks)
     for key, expected in plain.tensors.items():
-        if (comparison := _compare_one(key, expected, ranks, noise.get(key, 0.0), scale)) is not None:
+        if key in of_one_rank:
+            rank, actual = of_one_rank[key]
+            actual = scaled(actual, scale) if key.phase is Phase.OUTPUT_GRADIENT else actual
+            comparisons.append(_difference(key, expected, actual, (rank,), noise.get(key, 0.0)))
+        elif (comparison := _compare_one(key, expected, ranks, noise.get(key, 0.0), scale)) is not None:
             comparisons.append(comparison)
     for key in dict.fromkeys(key for recording in ranks for key in recording.keys_of(*_ON_BOTH_SIDES)):
         if key not in plain.tensors:
@@ -229,6 +235,31 @@ def _without_models_of_some_ranks(plain: Recording, *ranks: Recording) -> list[R
         replace(recording, tensors={key: value for key, value in recording.tensors.items() if is_compared(key)})
         for recording in (plain, *ranks)
     ]
+
+
+def _calls_of_one_rank(plain: Recording, ranks: Sequence[Recording]) -> dict[Key, tuple[int, Recorded]]:
+    """The rank and its output, or gradient of it, for each call of a module that a program calls once for each sample.
+
+    If it loops over its samples, the one process calls the module for those of rank 0, then for those of rank 1.
+    """
+    phases = Phase.OUTPUT, Phase.OUTPUT_GRADIENT
+    num_plain, *num_ranks = (
+        Counter(key.of_all_calls() for key in recording.keys_of(*phases)) for recording in (plain, *ranks)
+    )
+    found: dict[Key, tuple[int, Recorded]] = {}
+    for key, count in num_plain.items():
+        of_each = {num[key] for num in num_ranks}
+        per_forward, is_uneven = divmod(count, len(ranks) * plain.num_forwards.get(key.step, 1))  # of a rank
+        if len(ranks) == 1 or is_uneven or of_each != {count // len(ranks)}:
+            continue
+        for number in range(count):
+            part, call = divmod(number, per_forward)
+            forward, rank = divmod(part, len(ranks))
+            actual = ranks[rank].tensors.get(key._replace(number=forward * per_forward + call))
+            expected = plain.tensors.get(key._replace(number=number))
+            if actual is not None and expected is not None and tuple(actual.shape) == tuple(expected.shape):
+                found[key._replace(number=number)] = rank, actual
+    return found
 
 
 def _gradient_factor(plain: Recording, ranks: Sequence[Recording], key: Key) -> float | None:
