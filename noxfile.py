@@ -47,6 +47,11 @@ CLIENTS: dict[str, tuple[str, list[str], list[str]]] = {
         [*OPTIMIZERS, "timm>=1.0.20", "schedulefree>=1.4", "prodigyopt>=1.1", "adam-mini>=1.1", "heavyball>=3.2"],
         ["tests/clients/test_clients_optimizers.py"],
     ),
+    "models": (
+        "scale-train",
+        ["diffusers>=0.36", "monai>=1.5", "x-transformers>=2.11", "vector-quantize-pytorch>=1.27"],
+        ["tests/clients/test_clients_libraries.py"],
+    ),
     "lightning": ("scale-lightning", [], ["packages/scale-lightning/tests"]),
 }
 # What `ordered` runs: what happens when ranks differ, fail or come late, and a step of each technique.
