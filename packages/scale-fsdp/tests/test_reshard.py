@@ -236,7 +236,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
     refused(differs, model, None, reshard_after_forward=rank == 0)
     flat = sharded(built(), flatten_parameters=True)
     refused("rank 1 has another model than the others: 'root: flatten=False", model if rank else flat, two)
-    others = "the optimizers of rank 1 have other parameters"
+    others = "the optimizers of rank 1 have different parameters"
     refused(others, model, two, optimizer=optimizer if rank else [])
     average = "rank 1 and others differ in whether there is an average, or of which dtype: pass ema= on all"
     refused(average, model, two, ema=ShardedEMA(model) if rank else None)
