@@ -29,11 +29,19 @@ def test_json_is_one_object(capsys):
 def test_logs_that_do_not_say_why_are_code_1_and_none_code_2(capsys, tmp_path):
     (tmp_path / "a.log").write_text("all is well")
     assert main(["why", str(tmp_path)]) == 1
-    assert "these 1 logs do not say why" in capsys.readouterr().out
+    assert "these 1 logs do not say why. If a rank was killed, only torchrun knows it" in capsys.readouterr().out
     assert main(["why", str(tmp_path / "nowhere")]) == 2
     (tmp_path / "empty").mkdir()
     assert main(["why", str(tmp_path / "empty")]) == 2
     assert "no logs in" in capsys.readouterr().err
+
+
+def test_a_folder_of_records_that_no_rank_made_is_left_out(capsys, tmp_path):
+    (tmp_path / "torchrun.log").write_text((RECORDED / "kill" / "launcher.log").read_text())
+    assert main(["why", str(tmp_path / "torchrun.log"), str(tmp_path / "records")]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("rank 1 was killed by SIGKILL")
+    assert printed.err == f"scale-train: {tmp_path / 'records'}: no such file or folder\n"
 
 
 def test_of_several_attempts_the_last_one_counts(capsys, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _SUFFIXES = {".log", ".txt", ".json", ".out", ".err"}
@@ -11,16 +11,19 @@ _READ_BYTES = 4 << 20  # of the end of each file, where it says how it ended
 _MOST_FILES = 20_000
 
 
-def read_texts(paths: Iterable[Path]) -> dict[str, str]:
+def read_texts(paths: Sequence[Path]) -> dict[str, str]:
     """Returns the texts of the files by their paths; of a folder, all logs in it, and of restarts the last attempt.
 
+    A path that does not exist is left out, because the folder of flight records is made by the first rank that fails.
+
     Raises:
-        ValueError: There is no such file or folder, no log in the folder, or it can't be read.
+        ValueError: None of the files and folders exists, there is no log in them, or one can't be read.
     """
     texts: dict[str, str] = {}
+    missing = missing_paths(paths)
+    if missing and len(missing) == len(paths):
+        raise ValueError(f"{', '.join(map(str, missing))}: no such file or folder")
     for path in paths:
-        if not path.exists():
-            raise ValueError(f"{path}: no such file or folder")
         for file in _last_attempts(_files(path)):
             try:
                 texts[str(file)] = _end_of(file)
@@ -31,6 +34,11 @@ def read_texts(paths: Iterable[Path]) -> dict[str, str]:
             f"no logs in {', '.join(map(str, paths)) or 'nothing'}: name files, or folders with {_kinds()}"
         )
     return texts
+
+
+def missing_paths(paths: Sequence[Path]) -> list[Path]:
+    """Returns the paths that do not exist."""
+    return [path for path in paths if not path.exists()]
 
 
 def _kinds() -> str:
