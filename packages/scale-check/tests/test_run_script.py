@@ -334,6 +334,13 @@ def test_a_loader_that_one_rank_reads_is_code_2_and_not_equal(capsys: pytest.Cap
     assert "some ranks read a DataLoader that others don't" in capsys.readouterr().err
 
 
+def test_a_script_that_is_not_there_is_noticed_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["run", "package.train"])
+    assert raised.value.code == 2
+    assert "package.train: no such file; of a module, write -m package.train" in capsys.readouterr().err
+
+
 def test_a_script_that_trains_nothing_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     Path("nothing.py").write_text("print('hello')\n")
     assert main(["run", "nothing.py"]) == 2

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from pathlib import Path
 
 from scale_check.comparison import ParityVerdict
 
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if options.steps < 1:
         parser.error("expected --steps of at least 1")
+    if not options.is_module and not Path(options.script).exists():
+        parser.error(f"{options.script}: no such file; of a module, write -m {options.script}")
     from scale_check.script.command import ScriptError, run_script
 
     try:

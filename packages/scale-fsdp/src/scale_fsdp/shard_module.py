@@ -198,7 +198,7 @@ def check_modules(modules: Sequence[nn.Module], flatten_parameters: bool) -> lis
             raise ValueError(f"this {type(module).__name__} is sharded already: call fully_shard once per module")
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             raise ValueError(
-                f"an {type(module).__name__} is never called, so it can't be gathered before it runs: "
+                f"a {type(module).__name__} is never called, so it can't be gathered before it runs: "
                 "shard its members, for member in container: fully_shard(member), or list(container) as one unit"
             )
         if isinstance(module, torch.jit.ScriptModule):
