@@ -25,7 +25,7 @@ from check_models import (
     tokens,
     with_batch_norm,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from scale_check import ParityVerdict, Report, parity
@@ -178,6 +178,32 @@ def test_one_rank_is_equal_to_the_bit() -> None:
     report = parity(mlp, ranks=1, batches=batches(6), optimizer=adamw)
     assert report.verdict is ParityVerdict.EQUAL and report.largest_ratio == 0
     assert str(report) == f"{report.num_compared} tensors are equal to the bit"
+
+
+def test_autocast_is_off_in_compiled_modules_too() -> None:
+    """Where it stands in the program, and where it stands in what is compiled; torch traces the latter."""
+
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.layer(x)
+
+    def dtypes() -> set[torch.dtype]:
+        torch.compiler.reset()
+        inside, outside = Casting(), nn.Linear(4, 2)
+        inside.compile(backend="aot_eager")
+        outside.compile(backend="aot_eager")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = outside(torch.ones(3, 4))
+        return {output.dtype, inside(torch.ones(3, 4)).dtype}
+
+    with full_precision():
+        assert dtypes() == {torch.float32}
+    assert dtypes() == {torch.bfloat16}
 
 
 def test_policies_have_no_dtypes_in_full_precision() -> None:
