@@ -139,3 +139,16 @@ def test_a_recomputed_unit_sees_that_its_weights_changed() -> None:
             param.add_(1)
     with pytest.raises(RuntimeError, match="were changed between its forward and its backward"):
         loss.backward()
+
+
+def test_a_view_whose_history_torch_refuses_is_passed_over() -> None:
+    """In the program of the user, anywhere: all tensors that are alive are searched."""
+    table = torch.ones(2)
+    with torch.no_grad():
+        row = table[:1]
+    table.mul_(torch.ones(2, requires_grad=True))
+    with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+        _ = row.grad_fn
+    model = fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

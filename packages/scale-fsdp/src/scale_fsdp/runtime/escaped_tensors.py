@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from scale_core.compat import next_node_number
 from scale_fsdp.runtime.unit import Unit
@@ -44,13 +45,24 @@ class EscapedTensorSearch:
         """Calls `begin_backward` with a unit that is not gathered when a gradient comes to a tensor of its forward."""
         with torch._C.DisableTorchFunctionSubclass():
             for tensor in [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Tensor)]:
-                node = tensor.grad_fn
+                node = _grad_fn_of(tensor)
                 if node is None:
                     continue
                 number = int(node._sequence_nr())
                 unit = next((unit for nodes, unit in self._nodes if number in nodes), None)
                 if unit is not None:
                     node.register_prehook(_BackwardOfTensor(unit, begin_backward))
+
+
+def _grad_fn_of(tensor: Tensor) -> Node | None:
+    """The node of a tensor; None where torch refuses to say, so that no loss can be of it.
+
+    That is a view made in no_grad mode, of a tensor that was written to with gradients later. Any program may have one.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 class _BackwardOfTensor:
