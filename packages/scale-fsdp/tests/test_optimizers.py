@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import re
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from scale_check.exact import assert_equal
 from scale_core.comm.group import group_of
 from scale_core.shard import full_shape
+from scale_fsdp import ShardOptions, fully_shard
 
 STEPS = 3
 Params = Iterable[nn.Parameter]
@@ -170,3 +172,51 @@ def test_a_world_of_one_has_every_parameter_whole(name: str) -> None:
             optimizer.step()
     else:
         optimizer.step(lambda: loss.detach())
+
+
+@pytest.mark.ranks(2)
+def test_copied_optimizers_of_complex_parameters_train_as_plain() -> None:
+    """The first step of a copy runs on sharded tensors, and torch's optimizers call `view_as_real` there."""
+
+    class Rotation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            self.matrix = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128, generator=generator))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex128) @ self.matrix).abs().square()
+
+    batch = noise(4, 5, seed=1).double()
+    for name in ("Adam", "SGD", "RMSprop"):
+        for foreach, atom in itertools.product((False, True), ("row", "element")):
+            plain = Rotation()
+            sharded_model = fully_shard(Rotation(), options=ShardOptions(atom=atom))
+            pairs = []
+            for model in (sharded_model, plain):
+                optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, foreach=foreach)
+                for _ in range(2):
+                    for _ in range(2):
+                        model(batch).mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    model, optimizer = copy.deepcopy((model, optimizer))
+                model(batch).mean().backward()
+                optimizer.step()
+                pairs.append(model)
+            states = [dict(model.state_dict()) for model in pairs]
+            torch.testing.assert_close(*states, rtol=1e-12, atol=1e-12, msg=f"{name}, {foreach}, {atom}")
+
+
+@pytest.mark.ranks(2)
+def test_a_complex_shard_is_seen_as_pairs() -> None:
+    plain = nn.Parameter(torch.arange(15.0).view(5, 3) + 1j)
+    for atom in ("row", "element"):
+        module = nn.Module()
+        module.weight = nn.Parameter(plain.detach().clone())
+        weight = fully_shard(module, options=ShardOptions(atom=atom)).weight
+        with torch.no_grad():
+            pairs = torch.view_as_real(weight)
+            assert torch.equal(pairs.full_tensor(), torch.view_as_real(plain))
+            pairs.mul_(2)
+        assert torch.equal(weight.full_tensor(), 2 * plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,12 +63,26 @@ def _viewed(func: Callable[..., Any], tensor: Tensor, shape: tuple[int, ...]) ->
         refuse(func, shard, "this rank's elements are not one contiguous range of the full tensor")
     if view is shard:
         return marked(tensor.view_as(tensor), shard)
-    local = sizes_of(view.ranges)
-    if not local:
-        local = local_shape(shape, view.start, view.stop)
-    elif math.prod(local) != view.stop - view.start:
-        local = (view.stop - view.start,)
-    return marked(tensor.reshape(local), view)
+    return marked(tensor.reshape(_local_sizes(view)), view)
+
+
+def _local_sizes(shard: Shard) -> tuple[int, ...]:
+    """The shape of this rank's elements."""
+    sizes = sizes_of(shard.ranges) if shard.ranges else local_shape(shard.shape, shard.start, shard.stop)
+    return sizes if math.prod(sizes) == shard.stop - shard.start else (shard.stop - shard.start,)
+
+
+def _as_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`view_as_real`, which torch's optimizers call: a last dimension of two indices, which is never cut."""
+
+    def bound(input: Tensor) -> Tensor:
+        return input
+
+    tensor = bound(*args, **renamed(kwargs, self="input"))
+    shard = record_of(tensor)
+    ranges = (*shard.ranges, ((0, 2),)) if shard.ranges else ()
+    real = replace(shard, shape=(*shard.shape, 2), start=2 * shard.start, stop=2 * shard.stop, ranges=ranges)
+    return marked(func(tensor).reshape(_local_sizes(real)), real)
 
 
 def _by_meta(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,6 +194,7 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("view", "reshape"), _reshape),
     **dict.fromkeys(("flatten", "unflatten", "squeeze", "unsqueeze", "ravel", "atleast_1d", "atleast_2d"), _by_meta),
     **dict.fromkeys(("expand", "broadcast_to"), _expand),
+    "view_as_real": _as_real,
     "narrow": _narrow,
     "__getitem__": _get_item,
     "__setitem__": _set_item,
