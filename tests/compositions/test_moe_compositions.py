@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rank_values import by_rank
+from shard_arguments import shard_arguments
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,7 +31,7 @@ from scale_core.shard import shard_of
 from scale_core.sharded_tensor.tensor import local_tensor
 from scale_core.state import load_sharded_state_dict, sharded_state_dict
 from scale_core.state.state_dict import target_state_dict
-from scale_fsdp import fully_shard
+from scale_fsdp import CPUOffloadPolicy, fully_shard
 from scale_moe import Balance, MoE, TokenChoice, average_replicated_gradients
 from scale_oss import OSS, ShardedDataParallel
 from scale_pipe import DistributedPipe
@@ -140,6 +141,21 @@ def test_sharded_experts_train_as_one_process(replicas: int, around: Around | No
     assert shard.name == "blocks.0.moe.experts.down_proj"
     add_weights(trained, model.state_dict())
     assert_as_one_process(trained, tmp_path, weights=True)
+
+
+@pytest.mark.parametrize("replicas", [4, 2])
+@pytest.mark.ranks(4, in_turn=True)
+def test_experts_with_shards_on_the_host_train_as_one_process(replicas: int, tmp_path: Path) -> None:
+    """Shards are copied to the device, which is the host under another name; four ranks have whole experts, or two."""
+    mesh = mesh_of(replicas)
+    model = net_on(mesh)
+    settings = shard_arguments(offload_policy=CPUOffloadPolicy(), compute_device="cpu:0")
+    for block in model.blocks:
+        fully_shard(block.moe.experts, mesh["replica"], **settings)
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    trained = train_and_save(model, model, optimizer_of(model.parameters()), tmp_path)
+    assert_as_one_process(trained, tmp_path)
 
 
 @pytest.mark.composition("scale-moe", "DistributedDataParallel")

@@ -343,11 +343,18 @@ def test_experts_of_pipelines_are_divided_within_a_stage() -> None:
 def test_experts_are_planned_with_every_way_of_training() -> None:
     options = PlanOptions(ranks=(8,), batch=8, experts=8, expert_parallel=2)
     found = strategies(options, 4)
-    ways = {"fsdp", "tensor-parallel", "context-parallel", "pipe"}
-    assert {each.parallel for each in found} == ways | {"ddp", "oss", "sharded-ddp"}
-    assert {each.parallel for each in found if each.expert_ranks == 2} == ways
-    divided = next(each for each in found if each.expert_ranks == 2)
+    ways = ("fsdp", "fsdp-offload", "tensor-parallel", "context-parallel", "pipe")
+    assert {each.parallel for each in found} == {*ways, "ddp", "oss", "sharded-ddp"}
+    assert {each.parallel for each in strategies(dataclasses.replace(options, ranks=(1,), expert_parallel=1), 4)} == {
+        "none",
+        "fsdp-offload",
+    }
+    assert {each.parallel for each in found if each.expert_ranks == 2} == set(ways)
+    divided, offloaded = (
+        next(each for each in found if each.expert_ranks == 2 and each.parallel == way) for way in ways[:2]
+    )
     assert divided.title == "fsdp, experts over 2"
+    assert sum("offload_policy" in line for line in offloaded.python("fp32", with_experts=True)) == 2
     for each in found:
         compile("\n".join(python := each.python("fp32", with_experts=True)), each.title, "exec")
         assert any("MoE(" in line for line in python) == (each.expert_ranks > 1 or "tensor-parallel" in each.title)

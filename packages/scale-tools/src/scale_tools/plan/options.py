@@ -50,8 +50,8 @@ class PlanOptions:
     top_k: int = 2
     """Number of experts that each token goes to."""
     expert_parallel: int = 1
-    """Ranks that divide the experts of a block. fsdp, tensor-parallel, context-parallel and pipe are planned with and
-    without divided experts."""
+    """Ranks that divide the experts of a block. fsdp, fsdp-offload, tensor-parallel, context-parallel and pipe are
+    planned with and without divided experts."""
     config: Path | None = None
     """Plan a model of transformers: its config.json, or its folder."""
     factory: str | None = None

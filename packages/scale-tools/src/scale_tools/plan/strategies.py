@@ -198,7 +198,7 @@ class Strategy:
         step = f"loss = pipe.step(tokens, targets{', loss_fn=scaler.scale' * (precision == 'fp16')})"
         if self.shards_stages:
             units = ", ".join(["stage", NAMED_BLOCKS, "mesh=dims", *_policy(precision)])
-            lines += self._sharded_experts(precision)
+            lines += self._sharded_experts(_policy(precision))
             lines += [f"for stage in pipe.stages.values(): scale_fsdp.fully_shard_modules({units})"]
         else:
             average = "scale_moe.average_replicated_gradients(stage, dims)"
@@ -212,10 +212,10 @@ class Strategy:
     def _sharded(self, precision: str) -> list[str]:
         """fsdp, by itself or between ranks that divide layers, sequences or experts."""
         lines = [_DIVIDED_LAYERS] * (self.model_ranks > 1)
-        lines += self._sharded_experts(precision)
         mesh = ["mesh=dims"] * bool(self.axis_sizes)
-        offload = ["offload_policy=CPUOffloadPolicy()"] * (self.parallel == "fsdp-offload")
-        units = ", ".join(["model", NAMED_BLOCKS, *mesh, *_policy(precision), *offload])
+        policies = _policy(precision) + ["offload_policy=CPUOffloadPolicy()"] * (self.parallel == "fsdp-offload")
+        lines += self._sharded_experts(policies)
+        units = ", ".join(["model", NAMED_BLOCKS, *mesh, *policies])
         lines += [f"scale_fsdp.fully_shard_modules({units})", _ADAMW, *_scaler(precision)]
         if self.context_ranks > 1:
             loss = "model(tokens, targets, positions=positions)"
@@ -227,9 +227,9 @@ class Strategy:
             ]
         return lines
 
-    def _sharded_experts(self, precision: str) -> list[str]:
+    def _sharded_experts(self, policies: list[str]) -> list[str]:
         """Experts that ranks divide are sharded among those that have the same ones."""
-        experts = ", ".join(["block.moe.experts", "dims", *_policy(precision)])
+        experts = ", ".join(["block.moe.experts", "dims", *policies])
         return [f"for block in blocks: scale_fsdp.fully_shard({experts})"] * (self.expert_ranks > 1)
 
 
@@ -304,7 +304,8 @@ def _all(options: PlanOptions, ranks: int, num_layers: int | None) -> Iterator[S
 
 def _with_divided_experts(strategy: Strategy, expert_ranks: int) -> Strategy | None:
     """Returns the same with experts that so many ranks divide; None where that is not planned, or they can't."""
-    if expert_ranks == 1 or strategy.parallel not in ("fsdp", "tensor-parallel", "context-parallel", "pipe"):
+    ways = ("fsdp", "fsdp-offload", "tensor-parallel", "context-parallel", "pipe")
+    if expert_ranks == 1 or strategy.parallel not in ways:
         return None
     # The ranks of the context axis see other tokens, and divide experts as well.
     axis = strategy.data_ranks * strategy.context_ranks
@@ -315,13 +316,10 @@ def _techniques(options: PlanOptions, ranks: int, num_layers: int | None) -> Ite
     batch = options.batch
     if ranks == 1:
         yield Strategy("none", 1)
-        if not options.experts:
-            yield Strategy("fsdp-offload", 1)
+        yield Strategy("fsdp-offload", 1)
         return
     if batch % ranks == 0:
         for parallel in ("ddp", "oss", "sharded-ddp", "fsdp", "fsdp-offload"):
-            if parallel == "fsdp-offload" and options.experts:
-                continue  # Grouped products have no kernel for what stands in for a device beside the host.
             yield Strategy(parallel, ranks)
     inside = min(ranks_per_host(options, ranks), MAX_MODEL_RANKS)
     for model_ranks in sorted({2, inside}):
