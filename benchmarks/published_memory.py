@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from scale_check.simulate import Simulation, simulate
-from scale_tools.plan.estimate import step_on_streams
+from scale_tools.plan.estimate import estimate_replica
 from scale_tools.plan.model import planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.strategies import Strategy
@@ -134,9 +134,9 @@ def planned_bytes(row: Row, config: LlamaConfig) -> int:
     )
     strategy = Strategy("fsdp", row.ranks, checkpoint="selective" if row.selective else "all")
     with checkpointing_of_torchtitan(row.selective):
-        step = step_on_streams(planned_model(options), strategy, options)
-    assert step is not None
-    return step.reserved_bytes
+        reserved_bytes = estimate_replica(planned_model(options), strategy, options).reserved_bytes
+    assert reserved_bytes is not None
+    return reserved_bytes
 
 
 def measure(row: Row, config: LlamaConfig) -> Memory:

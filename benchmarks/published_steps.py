@@ -66,7 +66,7 @@ from torch import Tensor, nn
 from scale_checkpoint import apply_checkpointing
 from scale_fsdp.wrapping.auto_wrap import plan_units
 from scale_tools.plan import estimate as estimate_module
-from scale_tools.plan.estimate import step_on_streams
+from scale_tools.plan.estimate import estimate_replica
 from scale_tools.plan.model import Built, PlannedModel, planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.stages import pipeline_seconds
@@ -429,7 +429,8 @@ def measure(row: Row, variant: str = "") -> Result:
         if row.strategy.parallel == "pipe":
             seconds = pipeline_seconds(planned, row.strategy, options)
         else:
-            seconds = step_on_streams(planned, row.strategy, options).seconds
+            seconds = estimate_replica(planned, row.strategy, options).seconds
+    assert seconds is not None
     return Result(row.title, row.source, row.seconds, seconds, row.reason, variant)
 
 

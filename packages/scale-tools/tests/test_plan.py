@@ -22,24 +22,22 @@ from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
 from scale_fsdp import class_policy
 from scale_pipe.schedules.classic import interleaved_1f1b, one_forward_one_backward
-from scale_tools.plan.estimate import (
-    Estimate,
-    _host_peak,
-    count_parameters,
-    estimate,
-    least_bytes,
-)
+from scale_tools.plan.estimate import count_parameters, estimate, estimate_replica, least_bytes
 from scale_tools.plan.model import Built, planned_model
 from scale_tools.plan.options import PlanOptions
-from scale_tools.plan.report import print_plan
+from scale_tools.plan.report import as_json, print_plan
 from scale_tools.plan.rows import PlanRow, judge, suggest
+from scale_tools.plan.simulated_rank import Estimate, _host_peak, simulated_rank
 from scale_tools.plan.stages import (
     PlannedStageTimes,
+    SimulatedStage,
+    build_stage,
     pipeline_seconds,
     ranks_to_simulate,
     ranks_to_time,
     schedule_seconds,
-    time_stage,
+    simulate_stage,
+    step_of_stage,
 )
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.cli import main, parse
@@ -114,6 +112,28 @@ def test_the_time_of_a_step_is_that_of_simulated_streams() -> None:
         assert sent - found.seconds <= waiting.seconds - found.seconds <= sent * 1.01
 
 
+@pytest.mark.simulation
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+def test_one_run_gives_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[str] = []
+
+    def simulated(**arguments: Any) -> Any:
+        devices.append(arguments["device"])
+        return simulate(**arguments)
+
+    monkeypatch.setattr("scale_tools.plan.simulated_rank.simulate", simulated)
+    for strategy, num_runs in (
+        (Strategy("fsdp", 4), 1),
+        (Strategy("fsdp-offload", 4), 1),
+        (Strategy("pipe", 4, 2, 4), 2),
+    ):
+        found = estimate(planned_model(TINY), strategy, TINY)
+        assert found.seconds is not None and found.reserved_bytes is not None
+        assert 0 < found.peak_bytes <= found.reserved_bytes
+        assert devices == ["sim"] * num_runs
+        devices.clear()
+
+
 class _GRUModel(nn.Module):
     """A model whose recurrent cell has no kernel on the simulated device."""
 
@@ -130,7 +150,9 @@ class _GRUModel(nn.Module):
 
 @pytest.mark.simulation
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_model_that_streams_cannot_run_has_no_time(parallel: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_streams_cannot_run_has_no_time_and_says_why(
+    parallel: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = dataclasses.replace(
         planned_model(TINY),
         build=lambda: Built(_GRUModel(), lambda model, *batch: model(*batch)),
@@ -139,12 +161,19 @@ def test_a_model_that_streams_cannot_run_has_no_time(parallel: str, capsys: pyte
     found = estimate(planned, Strategy(parallel, 4), TINY)
     assert found.problem == "" and found.peak_bytes > 0
     assert (found.seconds, found.reserved_bytes) == (None, None)
+    assert found == dataclasses.replace(
+        estimate_replica(planned, found.strategy, TINY, "cpu"), no_time_reason=found.no_time_reason
+    )
     timed = judge(planned, dataclasses.replace(found, seconds=1.0), TINY)
     row = judge(planned, found, TINY)
     suggested = suggest([row, timed])
     assert row.fits and suggested is not None and suggested.fastest is suggested.cheapest is timed
     print_plan(planned, 10, TINY, [row], suggest([row]))
-    assert "Cheapest and fastest of what fits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Cheapest and fastest of what fits" in printed
+    reason = "aten::_thnn_fused_gru_cell of GRU does not run on the simulated GPU"
+    assert f"{parallel}: no time and no reserved memory, because {reason}\n" in printed
+    assert as_json(planned, 10, TINY, [row], None)["strategies"][0]["no_time_reason"] == reason
 
 
 def test_what_the_allocator_reserves_must_fit() -> None:
@@ -152,6 +181,16 @@ def test_what_the_allocator_reserves_must_fit() -> None:
     assert judge(planned_model(TINY), found, TINY).fits
     row = judge(planned_model(TINY), dataclasses.replace(found, reserved_bytes=81 * 10**9), TINY)
     assert (row.fits, row.reason) == (False, "the allocator reserves 75.4 GiB of 74.5")
+
+
+@pytest.mark.simulation
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+def test_what_the_allocator_reserves_for_a_pipeline_must_fit() -> None:
+    found = found_for("pipe", 2)
+    assert found.reserved_bytes is not None and found.peak_bytes < found.reserved_bytes
+    for memory, fits in ((found.reserved_bytes, True), (found.reserved_bytes - 1, False)):
+        row = judge(planned_model(TINY), found, dataclasses.replace(TINY, device_memory=f"{memory}B", margin=0.0))
+        assert row.fits == fits and row.reason.startswith("the allocator reserves") != fits
 
 
 @pytest.mark.simulation
@@ -179,8 +218,7 @@ def test_what_comes_once_in_a_step_is_counted_once() -> None:
     for batch in (8, 16):
         options = dataclasses.replace(TINY, batch=batch, link=1e-4, precision="bf16")
         strategy = Strategy("pipe", 4, 2, batch // 2, shards_stages=True)
-        times = time_stage(planned_model(options), strategy, options, 0)
-        seconds.append(times)
+        seconds.append(simulate_stage(planned_model(options), strategy, options, 0, batch // 2).times)
     assert seconds[0] == pytest.approx(seconds[1])
     reduced = found_for("pipe", 2, shards_stages=True).bytes_sent["reduce_scatter"] / (1e-4 * 1e9)
     assert seconds[0].after >= reduced * 0.5
@@ -197,7 +235,7 @@ def test_a_stage_with_frozen_parameters_is_timed() -> None:
         return built
 
     frozen = dataclasses.replace(planned, build=build, build_over=None)
-    assert time_stage(frozen, strategy, TINY, 0).backward > 0
+    assert simulate_stage(frozen, strategy, TINY, 0, 4).times.backward > 0
 
 
 ON_TWO = PlanOptions("tiny", 3, 64, 4, ranks=(2,), batch=8, sequence=32, precision="fp32", jobs=1)
@@ -243,11 +281,12 @@ def _second_step(
 
 @pytest.mark.simulation
 def test_a_plan_is_what_two_real_ranks_hold() -> None:
-    """Of real tensors, gradients and gloo; the plan is that of rank 0."""
+    """Of real tensors, gradients and gloo; the plan is that of rank 0 on the host, whose attention these ranks have."""
     first, _ = run_ranks(_measured_steps, 2)
     for way, measured in zip(MEASURED, first, strict=True):
         parallel, checkpoint = way
-        found = found_for(parallel, options=ON_TWO, checkpoint=checkpoint)
+        strategy = Strategy(parallel, 2, checkpoint=checkpoint)
+        found = estimate_replica(planned_model(ON_TWO), strategy, ON_TWO, "cpu")
         planned = dict(found.peak_by_kind)
         # gloo reduces by messages, so that what they are sent from goes by no name of its own.
         planned["temporaries"] += planned.pop("reduction", 0)
@@ -263,6 +302,23 @@ def test_a_plan_is_what_two_real_ranks_hold() -> None:
             assert found.peak_bytes == pytest.approx(sum(measured.values()), abs=padding)
         else:  # Messages of gloo begin and end elsewhere than a reduce-scatter.
             assert sum(measured.values()) <= found.peak_bytes <= 1.03 * sum(measured.values())
+
+
+@pytest.mark.simulation
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+def test_a_gpu_differs_from_the_host_by_attention_and_overlapped_reductions() -> None:
+    def peaks(parallel: Any, options: PlanOptions) -> list[dict[str, int]]:
+        planned, strategy = planned_model(options), Strategy(parallel, 2)
+        return [estimate_replica(planned, strategy, options, device).peak_by_kind for device in ("cpu", "sim")]
+
+    for parallel in ("ddp", "fsdp"):
+        host, gpu = peaks(parallel, ON_TWO)
+        # In each of three blocks of two attention results [4, 32, 64] one is missing; states of dropout have 16 bytes.
+        assert host.pop("activations") - gpu.pop("activations") == 3 * (4 * 32 * 64 * 4 - 16)
+        assert host == gpu
+    host, gpu = peaks("fsdp", dataclasses.replace(ON_TWO, batch=4, precision="bf16"))
+    block = 12 * 64**2 + 13 * 64  # A block's gradients, in fp32, are reduced while the next ones are computed.
+    assert gpu["reduction"] - host["reduction"] == pytest.approx(4 * block, rel=0.01)
 
 
 @pytest.mark.simulation
@@ -306,8 +362,11 @@ def _measured_pipeline() -> dict[str, int]:
 
 @pytest.mark.simulation
 def test_a_pipeline_of_sharded_stages_is_what_real_ranks_hold() -> None:
-    options = PlanOptions(**{**vars(ON_TWO), "ranks": (4,)})
-    planned = found_for("pipe", 2, options, shards_stages=True)
+    options, strategy = dataclasses.replace(ON_TWO, ranks=(4,)), Strategy("pipe", 4, 2, 4, shards_stages=True)
+    with simulated_rank(strategy, options, "cpu") as simulated:
+        built = build_stage(planned_model(options), strategy, simulated.dims, 1, options)
+        step = step_of_stage(built, strategy, options, 1, average=lambda: None, after=lambda kind: None)
+        planned = simulated.estimate(strategy, [functools.partial(step, 4)] * 2)
     measured = run_ranks(_measured_pipeline, 4)[2]  # The last stage, which has two of three blocks, of one pipeline.
     for kind in ("parameters", "gradients", "optimizer state", "gathered"):
         assert measured.get(kind, 0) == planned.peak_by_kind.get(kind, 0), kind
@@ -318,7 +377,7 @@ def test_a_pipeline_of_sharded_stages_is_what_real_ranks_hold() -> None:
 @pytest.mark.parametrize("divided", [1, 2, 4])
 def test_experts_are_planned_with_the_bytes_of_their_engine(divided: int) -> None:
     options = PlanOptions(**{**vars(TINY), "experts": 4, "expert_parallel": divided})
-    found = found_for("fsdp", options=options, expert_ranks=divided)
+    found = estimate_replica(planned_model(options), Strategy("fsdp", 4, expert_ranks=divided), options, "cpu")
     with simulate(world_size=4) as simulation:
         asked = ParallelOptions(parallel="fsdp", expert_parallel=divided)
         with simulation.aside():
@@ -440,13 +499,13 @@ def test_stages_with_as_many_blocks_are_timed_once() -> None:
 def test_a_pipeline_has_its_largest_peak_and_longest_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def stages(planned: object, strategy: Strategy, options: object, rank: int) -> Estimate:
-        return Estimate(strategy, {"parameters": 9 - rank}, {}, {"send": rank})
+    def stage(planned: object, strategy: Strategy, options: object, rank: int, *arguments: Any) -> SimulatedStage:
+        found = Estimate(strategy, {"parameters": 9 - rank}, {}, {"send": rank}, 1.0, 20 + rank)
+        return SimulatedStage(found, PlannedStageTimes(1.0, 2.0, 0.0, after=rank))
 
-    monkeypatch.setattr("scale_tools.plan.estimate._estimate_stages", stages)
-    monkeypatch.setattr("scale_tools.plan.estimate.pipeline_seconds", lambda *arguments: 5.0)
+    monkeypatch.setattr("scale_tools.plan.stages.simulate_stage", stage)
     found = found_for.__wrapped__("pipe", 2)
-    assert (found.peak_bytes, found.bytes_sent, found.seconds) == (9, {"send": 1}, 5.0)
+    assert (found.peak_bytes, found.reserved_bytes, found.bytes_sent, found.seconds) == (9, 21, {"send": 1}, 15.0)
 
 
 @pytest.mark.simulation

@@ -21,12 +21,13 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from scale_tools.plan.estimate import Estimate, count_parameters, estimate, least_bytes
+from scale_tools.plan.estimate import count_parameters, estimate, least_bytes
 from scale_tools.plan.model import PlannedModel, planned_model
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.rates import attention_tflops
 from scale_tools.plan.report import as_json, draw, print_plan
 from scale_tools.plan.rows import judge, suggest
+from scale_tools.plan.simulated_rank import Estimate
 from scale_tools.plan.strategies import Strategy, strategies, with_offload
 from scale_train.configuration.checks import expert_problems, number_problem
 from scale_train.configuration.resolve import expert_parallel_problem, model_config, parse_bytes

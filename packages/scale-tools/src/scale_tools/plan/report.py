@@ -75,13 +75,14 @@ def print_plan(
     for row in rows:
         table.add_row(*_cells(row, options, units))
     console.print(table)
-    titles_by_problem: dict[str, list[str]] = {}
-    for row in rows:
-        if row.found.problem:
-            titles_by_problem.setdefault(row.found.problem, []).append(row.found.strategy.title)
-    for problem, titles in titles_by_problem.items():
+    titles_by_note: dict[str, list[str]] = {}
+    for found in (row.found for row in rows):
+        no_time = f"no time and no reserved memory, because {found.no_time_reason}" if found.no_time_reason else ""
+        if note := found.problem or no_time:
+            titles_by_note.setdefault(note, []).append(found.strategy.title)
+    for note, titles in titles_by_note.items():
         further = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
-        console.print(f"{titles[0]}{further}: {problem}", markup=False)
+        console.print(f"{titles[0]}{further}: {note}", markup=False)
     console.print(
         f"Fits: with {options.margin:.0%} of the device left free, and {options.host_memory} of a host. Reserved: by "
         "torch's allocator, with the freed blocks that it keeps. Step: "
@@ -169,6 +170,7 @@ def _row_as_json(row: PlanRow) -> dict[str, Any]:
         "host_peak_by_kind": found.host_peak_by_kind,
         "bytes_sent": found.bytes_sent,
         "step_seconds": row.seconds,
+        "no_time_reason": found.no_time_reason,
         "device_seconds_per_million_tokens": row.device_seconds,
         "command": row.command,
         "python": row.python,

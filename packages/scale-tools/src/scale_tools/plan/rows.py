@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from scale_tools.plan.estimate import Estimate
 from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.rates import device_seconds
+from scale_tools.plan.simulated_rank import Estimate
 from scale_tools.plan.strategies import ranks_per_host
 from scale_train.configuration.resolve import parse_bytes
 

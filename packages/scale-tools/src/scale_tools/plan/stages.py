@@ -1,17 +1,19 @@
 """The stages of a pipeline: which ranks are run, a rank's step on its own stage, and the time of the schedule.
 
 The ranks of a pipeline wait for each other, and a simulation has one rank. So each kind of stage runs by itself, with
-inputs as if they had arrived, and gives the times of its computations on simulated streams. The schedule puts them
-together: a computation begins when its rank is free and its input has arrived.
+inputs as if they had arrived. One run gives its memory and, on simulated streams, the times of its computations. What
+ranks exchange is added up from the shapes. The schedule puts the times together: a computation begins when its rank is
+free and its input has arrived.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,29 +21,46 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from scale_check.simulate import simulate
-from scale_check.simulate.durations import durations
 from scale_core.comm.mesh import ParallelDims
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.tree import map_tensors, tensors_in
 from scale_moe import Experts
 from scale_pipe import Costs, split
-from scale_pipe.schedules.action import COMPUTES, Action, Kind
+from scale_pipe.schedules.action import COMPUTES, Kind
 from scale_pipe.schedules.registry import get_schedule
 from scale_pipe.schedules.schedule import Schedule
 from scale_pipe.schedules.simulation import peak_live
 from scale_pipe.schedules.simulation import simulate as simulate_schedule
 from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
-from scale_tools.plan.parallelize import autocast, build, checkpoint_blocks, dims_of
-from scale_tools.plan.rates import rates_of
+from scale_tools.plan.parallelize import autocast, build, checkpoint_blocks
+from scale_tools.plan.simulated_rank import Estimate, simulated_rank
 from scale_tools.plan.strategies import Strategy
 from scale_tp import parallelize
-from scale_train.options import ParallelOptions
 from scale_train.training.parallel.parallelize_gpt import COMPUTE_DTYPES, shard_stage
 
-_TIMED_MICRO_BATCHES = 3
-"""A step is timed with this number at most. All take the same time, except the last one, which reduces gradients."""
+_FEW_MICRO_BATCHES = 3
+"""At most this number in a step that only gives times, and in the step before the one that counts. All take the same
+time, except the last one, which reduces gradients."""
+
+
+def estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> Estimate:
+    """The memory of the rank that needs most, the most bytes that one sends, and the time of the schedule."""
+    ranks = ranks_to_simulate(planned, strategy)
+    stages = simulate_stages(planned, strategy, options, ranks)
+    estimates = [stages[rank].estimate for rank in ranks]
+    return replace(
+        max(estimates, key=lambda estimate: estimate.peak_bytes),
+        bytes_sent=max((estimate.bytes_sent for estimate in estimates), key=lambda sent: sum(sent.values())),
+        reserved_bytes=max(estimate.reserved_bytes or 0 for estimate in estimates),
+        seconds=schedule_seconds(schedule_of(strategy), [stage.times for stage in stages]),
+    )
+
+
+def pipeline_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float:
+    """The time of a step only, also of a schedule that has several stages on a rank."""
+    stages = simulate_stages(planned, strategy, options)
+    return schedule_seconds(schedule_of(strategy), [stage.times for stage in stages])
 
 
 def schedule_of(strategy: Strategy) -> Schedule:
@@ -132,19 +151,18 @@ def averaged_bytes(stage: nn.Module, dims: ParallelDims) -> int:
 def step_of_stage(
     built: BuiltStage,
     strategy: Strategy,
-    asked: ParallelOptions,
+    options: PlanOptions,
     rank: int,
     *,
     average: Callable[[], None],
-    after: Callable[[Action], None] = lambda action: None,
-) -> Callable[[], None]:
+    after: Callable[[Kind], None],
+) -> Callable[[int], None]:
     """Returns a step of a stage: forwards and backwards of micro-batches, the average of gradients, the optimizer.
 
-    `after` is called after each computation, `average` after the last one.
+    It is called with the number of micro-batches. `after` is called after each computation, `average` after the last.
     """
-    stage, dtype = built.stage, COMPUTE_DTYPES.get(asked.precision)
+    stage, dtype = built.stage, COMPUTE_DTYPES.get(options.precision)
     device = next(tensor.device.type for tensor in tensors_in(built.inputs))
-    actions = schedule_of(strategy).compute_actions()[rank]
     optimizer = AdamW(stage.parameters(), lr=1e-3, fused=True)
     scaler = ShardedGradScaler(device, enabled=dtype == torch.float16)
     live: dict[int, tuple[Any, Any]] = {}
@@ -159,16 +177,16 @@ def step_of_stage(
         roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
 
-    def step() -> None:
-        left = strategy.chunks  # Of the backward passes; gradients are reduced in the last one.
-        for action in actions:
+    def step(num_micro_batches: int) -> None:
+        left = num_micro_batches  # Of the backward passes; gradients are reduced in the last one.
+        for action in schedule_of(replace(strategy, chunks=num_micro_batches)).compute_actions()[rank]:
             if action.kind is Kind.FORWARD:
                 forward(action.micro_batch)
             else:
                 left -= 1
                 with stage.no_sync() if strategy.shards_stages and left else nullcontext():
                     backward(action.micro_batch)
-            after(action)
+            after(action.kind)
         average()
         scaler.step(optimizer)
         scaler.update()
@@ -190,16 +208,29 @@ class PlannedStageTimes(NamedTuple):
     after: float
 
 
-def pipeline_seconds(planned: PlannedModel, strategy: Strategy, options: PlanOptions) -> float:
-    """The time of a step: the schedule with the times of its stages."""
-    # A stage is timed by itself, as if each had a rank of its own.
-    number = strategy.stages_per_rank
+class SimulatedStage(NamedTuple):
+    """What a rank needs for its stage, and the times from which the schedule makes that of a step."""
+
+    estimate: Estimate
+    times: PlannedStageTimes
+
+
+def simulate_stages(
+    planned: PlannedModel, strategy: Strategy, options: PlanOptions, ranks: Collection[int] = ()
+) -> list[SimulatedStage]:
+    """Returns all stages, of which equal ones run once: on these ranks with all micro-batches, on others with few."""
+    # A stage is run by itself, as if each had a rank of its own.
+    per_rank = strategy.stages_per_rank
     spread = replace(
-        strategy, ranks=number * strategy.ranks, model_ranks=number * strategy.model_ranks, stages_per_rank=1
+        strategy, ranks=per_rank * strategy.ranks, model_ranks=per_rank * strategy.model_ranks, stages_per_rank=1
     )
     stages = ranks_to_time(planned, spread)
-    by_stage = {stage: time_stage(planned, spread, options, stage) for stage in sorted(set(stages))}
-    return schedule_seconds(schedule_of(strategy), [by_stage[stage] for stage in stages])
+    num_micro_batches = {rank: min(strategy.chunks, _FEW_MICRO_BATCHES) for rank in sorted(set(stages))}
+    num_micro_batches |= dict.fromkeys(ranks, strategy.chunks)
+    by_rank = {
+        rank: simulate_stage(planned, spread, options, rank, number) for rank, number in num_micro_batches.items()
+    }
+    return [by_rank[rank] for rank in stages]
 
 
 def schedule_seconds(schedule: Schedule, times: Sequence[PlannedStageTimes]) -> float:
@@ -223,40 +254,46 @@ def schedule_seconds(schedule: Schedule, times: Sequence[PlannedStageTimes]) -> 
     return max(map(sum, zip(ends, after, strict=True)))
 
 
-def time_stage(planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int) -> PlannedStageTimes:
-    """Runs two steps of a stage on simulated streams, and times the second: units are prefetched from then on."""
-    chunks = min(strategy.chunks, _TIMED_MICRO_BATCHES)
-    options = replace(options, batch=options.batch // strategy.chunks * chunks)
-    strategy = replace(strategy, chunks=chunks)
-    asked, rates = strategy.parallel_options(options.precision), rates_of(options, strategy.ranks)
+def simulate_stage(
+    planned: PlannedModel, strategy: Strategy, options: PlanOptions, rank: int, num_micro_batches: int
+) -> SimulatedStage:
+    """Runs a step of few micro-batches, in which AdamW makes its state, and the step that counts."""
+    with simulated_rank(strategy, options) as simulated:
+        simulation, dims, clocks = simulated
+        assert clocks is not None
+        with simulation.device:
+            built = build_stage(planned, strategy, dims, rank, options)
+        params = list(built.stage.parameters())
+        # Pipelines beside each other average whole stages by DistributedDataParallel, which keeps buckets as well.
+        has_buckets = dims.size("edp") > 1 and not strategy.shards_stages
+        buckets = [torch.zeros_like(param) for param in params] if has_buckets else []
+        for bucket in buckets:
+            simulation.label(bucket, "reduction")
+        reduced = 0 if strategy.shards_stages else averaged_bytes(built.stage, dims)
+        ends: list[tuple[Kind, float]] = []
+
+        def average() -> None:
+            if has_buckets:  # The message that has the gradients of all parameters.
+                torch.cat([param.grad.view(-1) for param in params if param.grad is not None])
+            if reduced:
+                clocks.wait(clocks.send(reduced))
+
+        step = step_of_stage(
+            built, strategy, options, rank, average=average, after=lambda kind: ends.append((kind, clocks.stream))
+        )
+        warmup = partial(step, min(num_micro_batches, _FEW_MICRO_BATCHES))
+        estimate = simulated.estimate(strategy, [warmup, partial(step, num_micro_batches)])
+        assert estimate.seconds is not None
+        begin, ends = clocks.now - estimate.seconds, ends[-2 * num_micro_batches :]
+    sent = {"send": strategy.chunks * (built.bytes_received + built.bytes_sent), **estimate.bytes_sent}
+    if reduced:
+        sent["all_reduce"] = sent.get("all_reduce", 0) + reduced
     seconds: dict[Kind, list[float]] = defaultdict(list)
-    with simulate(world_size=strategy.ranks, device="sim", check=False) as simulation:
-        with simulation.aside():
-            dims = dims_of(asked)
-        with durations(simulation, rates) as clocks:
-            with simulation.device:
-                built = build_stage(planned, strategy, dims, rank, options)
-            reduced = 0 if strategy.shards_stages else averaged_bytes(built.stage, dims)
-            end = 0.0
-
-            def average() -> None:
-                if reduced:
-                    torch.cat([param.grad.view(-1) for param in built.stage.parameters() if param.grad is not None])
-                    clocks.wait(clocks.send(reduced))
-
-            def after(action: Action) -> None:
-                nonlocal end
-                seconds[action.kind].append(clocks.stream - end)
-                end = clocks.stream
-
-            step = step_of_stage(built, strategy, asked, rank, average=average, after=after)
-            for _ in range(2):
-                seconds.clear()
-                clocks.host = end = clocks.now
-                step()
-            remaining = clocks.now - end
-    send = rates.collective_seconds + built.bytes_sent / rates.network_bytes_per_second if built.bytes_sent else 0.0
+    for (_, start), (kind, end) in pairwise([(Kind.FORWARD, begin), *ends]):
+        seconds[kind].append(end - start)
     forward, backward = (statistics.median(seconds[kind]) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    rates = clocks.rates
+    send = rates.collective_seconds + built.bytes_sent / rates.network_bytes_per_second if built.bytes_sent else 0.0
     # Units that are gathered first, and gradients that are reduced last, come once in a step.
-    once = sum(map(sum, seconds.values())) - len(seconds[Kind.FORWARD]) * (forward + backward)
-    return PlannedStageTimes(forward, backward, send, remaining + once)
+    once = estimate.seconds - num_micro_batches * (forward + backward)
+    return SimulatedStage(replace(estimate, bytes_sent=sent), PlannedStageTimes(forward, backward, send, once))
