@@ -7,7 +7,7 @@ from fsdp_parity import assert_same_grads, noise, sharded
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from scale_fsdp import OffloadOptimizer, class_policy, fully_shard, fully_shard_modules
+from scale_fsdp import OffloadOptimizer, ShardOptions, class_policy, fully_shard, fully_shard_modules
 from scale_fsdp.wrapping.auto_wrap import get_fsdp_instances
 
 
@@ -273,3 +273,23 @@ def test_a_forward_that_writes_to_its_parameters_is_refused():
             each.zero_grad()
             each(x).square().mean().backward()
         assert_same_grads(model, plain, f"step {step}")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_step_whose_backward_reached_no_shard_warns(flatten):
+    """As of `backward(inputs=parameters)`, by which programs for GANs train one of two models."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 3)), options=ShardOptions(flatten_parameters=flatten))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    optimizer.step()  # Before the first forward, as some do before they build a scheduler.
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward(inputs=list(model.parameters()))
+    with pytest.warns(UserWarning, match=r"Adam.step\(\) changes nothing: .*weight' and others were used in a"):
+        optimizer.step()
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.step()  # No forward has come since.

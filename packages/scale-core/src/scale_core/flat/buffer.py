@@ -94,6 +94,7 @@ class FlatBuffer(FlatStorage):
     _plain_transport: ShardTransport  # Of full parameters in their own dtype
     recorded_steps: OptimizerSteps | None = None  # Of the model, whose ranks compare them
     gradient_divisor: float | None = None  # The divisor of the sum of gradients; None is the number of ranks
+    awaits_backward = False  # A module has computed with it, and no backward pass has come since
     _gathering: CollectiveWork | None
     _unpublished: list[tuple[nn.Parameter, Tensor]]  # Results of reductions since the last `commit`
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -107,6 +108,15 @@ def _prepare_shards(optimizer: Optimizer, owners: list[weakref.ref[Any]]) -> Non
             )
         if owner is not None and getattr(owner, "moves", False):
             owner.wait_sent()  # A forward without a backward may have left copies that still read the shard.
+    waiting = [owner for ref in owners if (owner := ref()) is not None and getattr(owner, "awaits_backward", False)]
+    if waiting and all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
+        warnings.warn(
+            f"{type(optimizer).__name__}.step() changes nothing: '{waiting[0].names[0]}' and others were used in a "
+            "forward, and no gradient has arrived at any parameter. backward(inputs=parameters) does not reach shards: "
+            "write loss.backward(), and freeze other parameters before the forward, by requires_grad_(False)",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -110,6 +110,7 @@ def post_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: 
             root.nonfinite.add_output(unit, output)
         if torch.is_grad_enabled():
             unit.forward_calls.shard_versions = versions
+            unit.await_backward(True)
             output = alias_outputs(output)
             observed = before_backward(output, functools.partial(pre_backward, unit, versions, unit.forward_calls))
             # Where no output was found, nothing shows when the backward begins, so it stays gathered until it has.

@@ -284,12 +284,18 @@ class Unit:
         self.had_backward, self.forward_calls = False, ForwardCalls()
         self.modules_to_run = {id(module) for module in self.modules} if len(self.modules) > 1 else set()
 
+    def await_backward(self, awaits: bool) -> None:
+        """Notes for the optimizer whether a forward with gradients has had no backward pass, of whichever units."""
+        for buffer in self.buffers:
+            buffer.awaits_backward = awaits and buffer.trains
+
     def end_backward(self) -> None:
         """A backward pass has ended, of whichever units."""
         # The backward of another call may come in a later pass without a sign, so it stays gathered until then.
         self.backward_unobserved = self.backward_unobserved and self.input_grads_seen and self.pending_backwards > 0
         self.had_backward, self.input_grads_seen = True, False
         self.use_count = 0
+        self.await_backward(False)
 
     def discard(self) -> None:
         """After an error: back to the shards; gradients of earlier passes stay."""
@@ -298,6 +304,7 @@ class Unit:
         for buffer in self.buffers:
             buffer.discard()
         self.pending_backwards = self.use_count = 0
+        self.await_backward(False)
         self.in_backward = self.backward_unobserved = self.kept_unsharded = False
         self.to_sharded()
 
