@@ -49,6 +49,10 @@ from scale_train.options import OptimizerOptions, Options, ParallelOptions
 from scale_train.training.parallel.engine import make_engine
 from scale_train.training.parallel.parallelize_gpt import parallel_dims
 
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator"
+)
+
 TINY = PlanOptions(layers=2, width=32, heads=4, size="tiny", ranks=(4,), batch=8, sequence=16, precision="fp32", jobs=1)
 OF_ANY = ["plan", "--batch", "8", "--sequence", "16", "--ranks", "4", "--precision", "fp32", "--jobs", "1"]
 COMMAND = [*OF_ANY, "--size", "tiny", "--layers", "2", "--width", "32", "--heads", "4"]
@@ -94,7 +98,7 @@ def test_state_and_traffic_are_what_formulas_say() -> None:
 
 
 @pytest.mark.simulation
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+@without_gpu
 def test_the_time_of_a_step_is_that_of_simulated_streams() -> None:
     wide = dataclasses.replace(TINY, precision="bf16")
     slow = dataclasses.replace(wide, link=1e-4)
@@ -113,7 +117,7 @@ def test_the_time_of_a_step_is_that_of_simulated_streams() -> None:
 
 
 @pytest.mark.simulation
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+@without_gpu
 def test_one_run_gives_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[str] = []
 
@@ -184,7 +188,7 @@ def test_what_the_allocator_reserves_must_fit() -> None:
 
 
 @pytest.mark.simulation
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+@without_gpu
 def test_what_the_allocator_reserves_for_a_pipeline_must_fit() -> None:
     found = found_for("pipe", 2)
     assert found.reserved_bytes is not None and found.peak_bytes < found.reserved_bytes
@@ -194,7 +198,7 @@ def test_what_the_allocator_reserves_for_a_pipeline_must_fit() -> None:
 
 
 @pytest.mark.simulation
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+@without_gpu
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_pipelines_time_is_its_schedule_with_simulated_stages(shards: bool) -> None:
     wide = dataclasses.replace(TINY, precision="bf16")
@@ -211,7 +215,7 @@ def test_a_pipelines_time_is_its_schedule_with_simulated_stages(shards: bool) ->
 
 
 @pytest.mark.simulation
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+@without_gpu
 def test_what_comes_once_in_a_step_is_counted_once() -> None:
     """A pipeline of sharded stages with four and eight micro-batches, on a link that is slow."""
     seconds = []
@@ -225,7 +229,7 @@ def test_what_comes_once_in_a_step_is_counted_once() -> None:
 
 
 @pytest.mark.simulation
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+@without_gpu
 def test_a_stage_with_frozen_parameters_is_timed() -> None:
     planned, strategy = planned_model(TINY), Strategy("pipe", 4, 2, 4)
 
@@ -305,7 +309,7 @@ def test_a_plan_is_what_two_real_ranks_hold() -> None:
 
 
 @pytest.mark.simulation
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the stand-in takes the place of no real accelerator")
+@without_gpu
 def test_a_gpu_differs_from_the_host_by_attention_and_overlapped_reductions() -> None:
     def peaks(parallel: Any, options: PlanOptions) -> list[dict[str, int]]:
         planned, strategy = planned_model(options), Strategy(parallel, 2)
@@ -387,6 +391,7 @@ def test_experts_are_planned_with_the_bytes_of_their_engine(divided: int) -> Non
 
 
 @pytest.mark.simulation
+@without_gpu
 def test_experts_of_pipelines_are_divided_within_a_stage() -> None:
     options = PlanOptions(**{**vars(TINY), "experts": 4, "expert_parallel": 2})
     whole, divided = (
@@ -448,6 +453,7 @@ def test_experts_that_do_not_fit_are_refused(
 
 
 @pytest.mark.simulation
+@without_gpu
 def test_pipelines_and_divided_layers_hold_and_send_their_part() -> None:
     pipe, divided = found_for("pipe", 2), found_for("tensor-parallel", 2)
     assert pipe.problem == divided.problem == ""
@@ -461,6 +467,7 @@ def test_pipelines_and_divided_layers_hold_and_send_their_part() -> None:
 
 
 @pytest.mark.simulation
+@without_gpu
 def test_sharded_or_divided_stages_hold_less_and_send_more() -> None:
     whole, sharded = found_for("pipe", 2), found_for("pipe", 2, shards_stages=True)
     assert sharded.problem == ""
