@@ -25,11 +25,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from measure import has_fairscale
 from report import Table, save
 from team import ALLOCATOR_FOR_TIME
 from torch import nn
@@ -123,11 +124,10 @@ class Candidate:
 def play(case: Case, turns: int) -> list[list[float]]:
     """CPU seconds of each candidate in each turn, on this rank: without AdaScale, with ours, with FairScale's."""
     candidates = [Candidate(case, None), Candidate(case, AdaScale)]
-    with suppress(ImportError):
-        if case.kind in ("plain", "ddp"):
-            from fairscale.optim import AdaScale as FairScale
+    if case.kind in ("plain", "ddp") and has_fairscale():
+        from fairscale.optim import AdaScale as FairScale
 
-            candidates.append(Candidate(case, FairScale))
+        candidates.append(Candidate(case, FairScale))
     for candidate in candidates:
         candidate.seconds()
     return [[candidate.seconds() for candidate in candidates] for _ in range(turns)]

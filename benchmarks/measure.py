@@ -14,6 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,9 @@ def memcpy_seconds(num_bytes: int, repeats: int = 20) -> float:
         for _ in range(repeats):
             target.copy_(source)
     return spent.cpu_seconds / repeats
+
+
+def has_fairscale() -> bool:
+    """Whether the module `fairscale` is FairScale's: the one of scale-fairscale has our layers."""
+    ours = any(True for _ in metadata.distributions(name="scale-fairscale"))
+    return find_spec("fairscale") is not None and not ours

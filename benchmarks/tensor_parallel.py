@@ -26,7 +26,6 @@ works on the cores that multiply. What it may cost is seen.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import MB, OperationCount, spending
+from measure import MB, OperationCount, has_fairscale, spending
 from report import Table, save
 from team import ALLOCATOR_FOR_TIME, Nursery, Team, raise_ranks
 from torch import Tensor, nn
@@ -303,8 +302,7 @@ def counting() -> Iterator[list[int]]:
 def measure(world: int, options: argparse.Namespace) -> list[Result]:
     """Lets the candidates take turns."""
     sizes = {"width": options.width, "length": options.length, "batch": options.batch}
-    has_fairscale = importlib.util.find_spec("fairscale") is not None
-    results = {name: Result(world, name) for name in TITLES if name != "fairscale" or has_fairscale}
+    results = {name: Result(world, name) for name in TITLES if name != "fairscale" or has_fairscale()}
     with Nursery(__file__, ALLOCATOR_FOR_TIME) as nursery:
         teams: dict[str, Team] = {}
         try:
