@@ -52,6 +52,30 @@ def test_only_its_own_stream_gets_a_freed_block() -> None:
     assert allocator.reserved_bytes == 60 * MIB
 
 
+def test_a_full_device_gets_cached_segments_back_before_a_new_one() -> None:
+    allocator = CachingAllocator(device_memory=100 * MIB)
+    kept, cached = (allocator.allocate(size * MIB) for size in (40, 50))
+    allocator.free(cached)
+    allocator.allocate(60 * MIB)
+    assert (allocator.reserved_bytes, allocator.num_alloc_retries) == (100 * MIB, 1)
+    allocator.free(kept)
+    allocator.restart()
+    allocator.allocate(80 * MIB)  # The device has no room, and the model goes on.
+    assert (allocator.peak_reserved_bytes, allocator.num_alloc_retries) == (140 * MIB, 1)
+
+
+def test_a_simulated_accelerator_has_the_memory_that_it_is_given() -> None:
+    with simulate(device="sim", device_memory=100 * MIB) as sim:
+        torch.empty(50 * MIB, dtype=torch.uint8, device="sim")
+        kept = torch.empty(60 * MIB, dtype=torch.uint8, device="sim")
+        assert (sim.peak_reserved_bytes, sim.num_alloc_retries) == (60 * MIB, 1)
+        sim.restart()
+        assert sim.num_alloc_retries == 0 and kept.numel()
+    refused = pytest.raises(ValueError, match="device_memory= is of an accelerator: write device='sim'")
+    with refused, simulate(device_memory=100 * MIB):
+        pass
+
+
 @pytest.mark.parametrize(("asked", "taken"), [(29, 30), (28, 28)], ids=["1 MiB remains", "2 MiB remain"])
 def test_a_large_block_is_split_if_more_than_1_mib_remains(asked: int, taken: int) -> None:
     allocator = CachingAllocator()

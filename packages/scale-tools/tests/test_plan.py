@@ -189,6 +189,21 @@ def test_what_the_allocator_reserves_must_fit() -> None:
 
 @pytest.mark.simulation
 @without_gpu
+def test_a_full_device_gets_cached_memory_back(capsys: pytest.CaptureFixture[str]) -> None:
+    options = dataclasses.replace(TINY, layers=4, width=512, heads=8, sequence=128, precision="bf16", margin=0.0)
+    planned = planned_model(options)
+    found = estimate(planned, Strategy("fsdp", 4), options)
+    assert found.reserved_bytes is not None and not found.num_alloc_retries
+    smaller = dataclasses.replace(options, device_memory=f"{found.reserved_bytes - 1}B")
+    again = estimate(planned, Strategy("fsdp", 4), smaller)
+    assert again.num_alloc_retries and again.peak_bytes == found.peak_bytes
+    row = judge(planned, again, smaller)
+    print_plan(planned, 10**6, smaller, [row], None)
+    assert row.fits and f"frees cached memory {again.num_alloc_retries} times in a step" in capsys.readouterr().out
+
+
+@pytest.mark.simulation
+@without_gpu
 def test_what_the_allocator_reserves_for_a_pipeline_must_fit() -> None:
     found = found_for("pipe", 2)
     assert found.reserved_bytes is not None and found.peak_bytes < found.reserved_bytes

@@ -9,9 +9,10 @@ algorithm with its defaults (`c10/cuda/CUDACachingAllocator.cpp`):
 - An allocation takes the smallest free block of its stream that is large enough, at the lowest address. The remaining
   bytes become a free block. A large block is not split if 1 MiB or less remains.
 - Free neighbors in a segment are merged.
+- If a new segment would exceed the memory of the device, all segments without a block in use go back to it first. This
+  costs time on a GPU, because the host waits for the device.
 
-Two things are not modeled. `record_stream` keeps a block until the other stream has caught up. A full device first gets
-back segments without a block in use, which costs time. Here the memory of the device has no limit.
+Not modeled: `record_stream` keeps a block until the other stream has caught up.
 """
 
 from __future__ import annotations
@@ -58,14 +59,20 @@ class CachingAllocator:
     >>> allocator.reserved_bytes, allocator.allocated_bytes
     (20971520, 3145728)
 
+    Args:
+        device_memory: Bytes of the device; None for no limit. If segments in use need more, the allocator goes on, and
+            `peak_reserved_bytes` is above it: a GPU would be out of memory.
+
     Attributes:
         reserved_bytes: The size of all segments now.
         peak_reserved_bytes: The largest size of all segments, as in `torch.cuda.max_memory_reserved`.
         allocated_bytes: The size of all blocks in use now.
+        num_alloc_retries: How often it has freed segments because the device was full.
     """
 
-    def __init__(self) -> None:
-        self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = 0
+    def __init__(self, device_memory: int | None = None) -> None:
+        self.device_memory = device_memory
+        self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = self.num_alloc_retries = 0
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int, ReservedBlock]]] = defaultdict(list)
         self._next_address = 0
 
@@ -100,6 +107,10 @@ class CachingAllocator:
                 block = _merged(*sorted((block, neighbor), key=lambda part: part.address))
         insort(self._free[block.pool], (block.num_bytes, block.address, block))
 
+    def restart(self) -> None:
+        """Forgets the peak and the retries so far."""
+        self.peak_reserved_bytes, self.num_alloc_retries = self.reserved_bytes, 0
+
     def empty_cache(self) -> None:
         """Gives all segments without a block in use back to the device, as `torch.cuda.empty_cache` does."""
         for free in self._free.values():
@@ -114,6 +125,9 @@ class CachingAllocator:
             size = _LARGE_BUFFER
         else:
             size = -(-size // _ROUND_LARGE) * _ROUND_LARGE
+        if self.device_memory is not None and self.reserved_bytes + size > self.device_memory:
+            self.num_alloc_retries += 1
+            self.empty_cache()
         block = ReservedBlock(self._next_address, size, pool)
         self._next_address += size
         self.reserved_bytes += size

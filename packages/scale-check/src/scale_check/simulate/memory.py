@@ -134,7 +134,7 @@ class MemoryTracker:
         """Forgets the past: the current bytes are the first peak. The allocator keeps its segments."""
         with self._changing():
             if self.allocator is not None:
-                self.allocator.peak_reserved_bytes = self.allocator.reserved_bytes
+                self.allocator.restart()
             self._blocks = list(self._live.values())
             self._changed, self._deltas = array("q"), array("q")
             for number, block in enumerate(self._blocks):

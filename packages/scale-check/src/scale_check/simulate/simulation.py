@@ -99,13 +99,15 @@ class Simulation(Memory):
     See also: [the guide to missing waits](../guides/races.md).
     """
 
-    def __init__(self, rank: int, world_size: int, check: bool, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, world_size: int, check: bool, device: torch.device, device_memory: int | None = None
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.collectives: list[Collective] = []
         self._check = check
-        self._allocator = None if device.type == "cpu" else CachingAllocator()
+        self._allocator = None if device.type == "cpu" else CachingAllocator(device_memory)
         super().__init__(MemoryTracker(self._allocator), self._claim_flat_buffers)
         # By type of device, the device itself first.
         self._memories = {device.type: self._tracker}
@@ -136,6 +138,15 @@ class Simulation(Memory):
             ValueError: The simulation has only the host.
         """
         return self._caching_allocator().peak_reserved_bytes
+
+    @property
+    def num_alloc_retries(self) -> int:
+        """How often a full device made it free cached segments since `restart()`, as in `torch.cuda.memory_stats()`.
+
+        Raises:
+            ValueError: The simulation has only the host.
+        """
+        return self._caching_allocator().num_alloc_retries
 
     def empty_cache(self) -> None:
         """Gives reserved segments that no tensor uses back to the device, as `torch.cuda.empty_cache()` does.
@@ -359,6 +370,7 @@ def simulate(
     fake: bool = True,
     check: bool = True,
     device: str = "cpu",
+    device_memory: int | None = None,
     races: bool | Literal["collect"] = False,
     backward_thread: bool = False,
 ) -> Iterator[Simulation]:
@@ -384,6 +396,8 @@ def simulate(
         device: Where the model computes. "cpu" is the host, and all is in one memory. "sim" stands in for an
             accelerator, which has a memory of its own: tensors come there by `device="sim"`, as they would by
             `device="cuda"`. The process keeps this device type, but has no such accelerator outside.
+        device_memory: On "sim", the bytes of the accelerator. If they are all reserved, the caching allocator frees the
+            segments that it keeps for later. A program that needs more goes on, with `peak_reserved_bytes` above it.
         races: On "sim", raise where two streams, collectives or host threads use the same memory and nothing puts the
             two uses in an order. With "collect" nothing is raised; `Simulation.races` has all that was found.
         backward_thread: On "sim", run each backward pass in a thread of its own, as torch does on an accelerator.
@@ -407,6 +421,10 @@ def simulate(
             f"simulate: '{device}' is not a real device, so its tensors can't be real: leave fake=False out, "
             "or simulate on device='cpu'"
         )
+    if device == "cpu" and device_memory is not None:
+        raise ValueError(
+            f"simulate: device_memory= is of an accelerator: write device='{compat.STAND_IN}', or leave it out"
+        )
     if device == "cpu" and (races or backward_thread):
         raise ValueError(
             f"simulate: the host has no streams to order: write simulate(..., device='{compat.STAND_IN}', races=True)"
@@ -416,7 +434,7 @@ def simulate(
         stack.enter_context(compat.fake_default_group(rank, world_size, device))
         if fake:
             stack.enter_context(compat.fake_tensors())
-        simulation = Simulation(rank, world_size, check, here)
+        simulation = Simulation(rank, world_size, check, here, device_memory)
         if races:
             stack.enter_context(_looking_for_races(simulation, raises=races is True))
         yield stack.enter_context(track_memory(simulation))

@@ -78,7 +78,13 @@ def print_plan(
     titles_by_note: dict[str, list[str]] = {}
     for found in (row.found for row in rows):
         no_time = f"no time and no reserved memory, because {found.no_time_reason}" if found.no_time_reason else ""
-        if note := found.problem or no_time:
+        retries = (
+            f"torch's allocator frees cached memory {found.num_alloc_retries} times in a step, because the device is "
+            "full; this time is not in the step"
+            if found.num_alloc_retries
+            else ""
+        )
+        if note := found.problem or no_time or retries:
             titles_by_note.setdefault(note, []).append(found.strategy.title)
     for note, titles in titles_by_note.items():
         further = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
@@ -166,6 +172,7 @@ def _row_as_json(row: PlanRow) -> dict[str, Any]:
         "peak_bytes": found.peak_bytes,
         "peak_is_lower_bound": found.is_lower_bound,
         "peak_reserved_bytes": found.reserved_bytes,
+        "num_alloc_retries": found.num_alloc_retries,
         "peak_by_kind": found.peak_by_kind,
         "host_peak_by_kind": found.host_peak_by_kind,
         "bytes_sent": found.bytes_sent,

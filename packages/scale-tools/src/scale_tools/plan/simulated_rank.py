@@ -19,6 +19,7 @@ from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.parallelize import dims_of
 from scale_tools.plan.rates import rates_of
 from scale_tools.plan.strategies import Strategy
+from scale_train.configuration.resolve import parse_bytes
 
 Device = Literal["sim", "cpu"]
 
@@ -34,6 +35,7 @@ class Estimate:
         bytes_sent: Bytes that the rank sends in a step, by collective.
         seconds: The time of a step on simulated streams; None where the model does not run there.
         reserved_bytes: The bytes that torch's caching allocator reserves, more than the tensors take; None likewise.
+        num_alloc_retries: How often the allocator frees cached segments in a step, because the device is full.
         no_time_reason: Why there is no time, where the model runs on the host only.
         at_least_bytes: What parameters, gradients and optimizer state take, where that is too much by itself and
             nothing more was looked at.
@@ -46,6 +48,7 @@ class Estimate:
     bytes_sent: dict[str, int] = field(default_factory=dict)
     seconds: float | None = None
     reserved_bytes: int | None = None
+    num_alloc_retries: int = 0
     no_time_reason: str = ""
     at_least_bytes: int = 0
     problem: str = ""
@@ -77,10 +80,14 @@ class SimulatedRank(NamedTuple):
         """Runs steps and returns what the last one takes; what the allocator reserves is the most of all steps."""
         simulation, clocks = self.simulation, self.clocks
         *before, step = steps
+        reserved_before = 0
         if clocks is not None:
             simulation.empty_cache()  # Frees segments of the full model, because training may build it unit by unit.
+            simulation.restart()
         for earlier in before:
             earlier()
+        if clocks is not None:
+            reserved_before = simulation.peak_reserved_bytes
         simulation.restart()
         if clocks is None:
             step()
@@ -89,15 +96,16 @@ class SimulatedRank(NamedTuple):
         step()
         seconds = clocks.now - begin
         host = _host_peak(simulation.on("cpu")) if strategy.has_host_memory else {}
-        # No segment was given back after `empty_cache`, so that none of the earlier steps had more.
-        reserved_bytes = simulation.peak_reserved_bytes
-        return Estimate(strategy, simulation.peak_by_kind, host, simulation.bytes_sent, seconds, reserved_bytes)
+        reserved_bytes = max(reserved_before, simulation.peak_reserved_bytes)
+        peak_by_kind, retries = simulation.peak_by_kind, simulation.num_alloc_retries
+        return Estimate(strategy, peak_by_kind, host, simulation.bytes_sent, seconds, reserved_bytes, retries)
 
 
 @contextmanager
 def simulated_rank(strategy: Strategy, options: PlanOptions, device: Device = "sim") -> Iterator[SimulatedRank]:
     """A context in which this process is the first rank of a strategy."""
-    with simulate(world_size=strategy.ranks, device=device) as simulation:
+    device_memory = parse_bytes("--device-memory", options.device_memory) if device == "sim" else None
+    with simulate(world_size=strategy.ranks, device=device, device_memory=device_memory) as simulation:
         with simulation.aside():
             dims = dims_of(strategy.parallel_options(options.precision))
         if device == "cpu":

@@ -53,6 +53,7 @@ def estimate_pipeline(planned: PlannedModel, strategy: Strategy, options: PlanOp
         max(estimates, key=lambda estimate: estimate.peak_bytes),
         bytes_sent=max((estimate.bytes_sent for estimate in estimates), key=lambda sent: sum(sent.values())),
         reserved_bytes=max(estimate.reserved_bytes or 0 for estimate in estimates),
+        num_alloc_retries=max(estimate.num_alloc_retries for estimate in estimates),
         seconds=schedule_seconds(schedule_of(strategy), [stage.times for stage in stages]),
     )
 
