@@ -176,6 +176,29 @@ def test_a_module_around_units_refuses_on_all_ranks_what_one_has() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_a_mistake_that_all_ranks_have_is_listed_once() -> None:
+    """As where a checkpoint of another model is loaded: the message must not grow with the number of ranks."""
+    model = nn.Sequential(fully_shard(nn.Linear(2, 3)))
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.bias") as caught:
+        model.load_state_dict({"0.weight": torch.ones(3, 2), "0.bias": torch.ones(4)})
+    assert str(caught.value).count("0.bias") == 1 and "on rank" not in str(caught.value)
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_of_one_rank_does_not_part_the_ranks() -> None:
+    """With foreign hooks units are compared one by one: by all ranks, also if rank 0 only prints in its hook."""
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(2, 3)), nn.Linear(3, 2)))
+    state = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    called = []
+    if dist.get_rank() == 0:
+        model.register_load_state_dict_pre_hook(lambda *arguments: called.append(1))
+    model.load_state_dict(state)
+    assert_equal(dict(model.state_dict()), state)
+    model(torch.ones(2, 2)).sum().backward()
+    assert len(called) == (dist.get_rank() == 0)
+
+
+@pytest.mark.ranks(2)
 def test_one_rank_that_loads_alone_is_named() -> None:
     """In plain PyTorch this is right before DistributedDataParallel; here the other shards would keep their values."""
     model = fully_shard(nn.Linear(2, 2))

@@ -45,10 +45,11 @@ def load_full_state_dict(
     contract, event = _contract_of(units), Event("load_state_dict", units[0].name)
     contract.sync_point(event, always=True)  # A rank that loads alone would have the shards of another model.
     raise_on_all_ranks(refusal, str(event), contract, RuntimeError)
-    same_ranks = {b for unit in units if unit.options.mesh_info.whole == contract.group for b in unit.buffers}
-    named = {name: slot for name, slot in all_names(module).items() if slot.buffer in same_ranks}
+    buffers = {b for unit in units if unit.options.mesh_info.whole == contract.group for b in unit.buffers}
+    named = {name: slot for name, slot in all_names(module).items() if slot.buffer in buffers}
     _check_same_dtensors(named, state_dict, contract)
-    is_compared = all(_loads_as_given(child) for child in module.modules())
+    loads_as_given = all(_loads_as_given(child) for child in module.modules())
+    is_compared = all(all_gather_json(loads_as_given, contract, event))  # Only some ranks may have a hook.
     for unit in units:
         unit.load_is_compared = is_compared
     try:
@@ -179,9 +180,9 @@ def _copy_unsharded(
     local_metadata: dict[str, Any],
     error_msgs: list[str],
 ) -> None:
-    """With `assign`, has values of buffers and ignored parameters copied, as those of shards are; on meta assigned.
+    """With `assign`, makes torch copy values to buffers and ignored parameters, as to shards; on meta it assigns.
 
-    So `assign` means one thing in all modules of a unit: each tensor stays the model's own, on its device.
+    So `assign` has one meaning in all modules of a unit: each tensor stays the model's own, on its device.
     """
     unassigned = module._non_persistent_buffers_set.union(sharded)
     named = {n: tensor for n, tensor in (*module._buffers.items(), *module._parameters.items()) if n not in unassigned}
@@ -207,7 +208,7 @@ def _problems_of(named: Sequence[tuple[str, ParamSlot]], state_dict: Mapping[str
 def _problems_of_all_ranks(
     unit: Unit, named: Sequence[tuple[str, ParamSlot]], state_dict: Mapping[str, Any], problems: list[str]
 ) -> list[str]:
-    """The mistakes of all ranks, given this rank's, where a plain module around a unit is loaded.
+    """This rank's mistakes, or the first mistaken rank's if it has none. A plain module around a unit is loaded.
 
     Raises:
         ContractError: The ranks have DTensors under different names.
@@ -218,9 +219,10 @@ def _problems_of_all_ranks(
     by_rank = all_gather_json(problems, contract, event)
     if not any(by_rank):
         _check_same_dtensors(dict(named), state_dict, contract)
-    by_rank[contract.group.rank] = []
-    others = [f"{problem} (on rank {rank})" for rank, of_rank in enumerate(by_rank) for problem in of_rank]
-    return problems + others
+    if problems:  # Mostly the same on all ranks
+        return problems
+    rank, of_rank = next(((rank, of_rank) for rank, of_rank in enumerate(by_rank) if of_rank), (0, []))
+    return [f"{problem} (on rank {rank})" for problem in of_rank]
 
 
 def _replace_by_shard(
