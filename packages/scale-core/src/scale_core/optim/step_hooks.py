@@ -112,8 +112,9 @@ def _prepare_shards(optimizer: Optimizer, owners: list[weakref.ref[Any]]) -> Non
     if waiting and all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
         warnings.warn(
             f"{type(optimizer).__name__}.step() changes nothing: '{waiting[0].names[0]}' and others were used in a "
-            "forward, and no gradient has arrived at any parameter. backward(inputs=parameters) does not reach shards: "
-            "write loss.backward(), and freeze other parameters before the forward, by requires_grad_(False)",
+            "forward, and none of its parameters has a gradient. If you call backward(inputs=parameters), it does not "
+            "reach shards: write loss.backward(), and freeze other parameters before the forward by "
+            "requires_grad_(False)",
             UserWarning,
             stacklevel=2,
         )
