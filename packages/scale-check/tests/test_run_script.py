@@ -370,6 +370,11 @@ params = list(model.parameters())
 copies = [param.detach().float() for param in params]
 if bug == "flat":
     copies = [torch.cat([copy.flatten() for copy in copies] + [torch.zeros(5)])]
+if bug == "divided":
+    world, rank = dist.get_world_size(), dist.get_rank()
+    params_of_ranks = [params[len(params) * i // world : len(params) * (i + 1) // world] for i in range(world)]
+    params = params_of_ranks[rank]
+    copies = [param.detach().float() for param in params]
 if bug == "unrelated":
     copies = [torch.ones(2)]
 optimizer = torch.optim.AdamW(copies, lr=1e-9)
@@ -384,9 +389,13 @@ def copy_gradients():
 
 
 def copy_weights():
-    if bug in ("", "frozen"):
+    if bug in ("", "frozen", "divided"):
         for param, copy in zip(params, copies):
             param.data.copy_(copy)
+    if bug == "divided":
+        for source, of_rank in enumerate(params_of_ranks):
+            for param in of_rank:
+                dist.broadcast(param.data, source)
 """,
     )
     .replace("optimizer.zero_grad()", "model.zero_grad()")
@@ -409,6 +418,48 @@ def test_copies_in_float32_train_though_no_weight_changes(
     Path("copies.py").write_text(COPIES)
     assert main(["run", "--steps", "1", "copies.py", *([bug] if bug else [])]) == code
     assert told in "".join(capsys.readouterr())
+
+
+def test_copies_with_equal_values_have_no_names_of_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each rank steps on copies of one half of the parameters, and both halves have a norm, whose weights are ones."""
+    norms = "nn.LayerNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU()"
+    Path("halves.py").write_text(COPIES.replace("nn.ReLU()", norms).replace("lr=1e-9", "lr=1e-3"))
+    assert main(["run", "--steps", "2", "halves.py", "divided"]) == 0
+    assert "tensors are equal" in capsys.readouterr().out
+
+
+# The last layer has one output, so rank 1 has no element of its bias.
+COPIES_OF_SHARDS = (
+    FSDP2.replace("nn.Linear(16, 3))", "nn.Linear(16, 1)).bfloat16()")
+    .replace("torch.randn(64, 8), torch.randint(0, 3, (64,))", "torch.randn(64, 8).bfloat16(), torch.ones(64, 1)")
+    .replace(
+        "optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)",
+        """
+params = list(net.parameters())
+copies = [param.detach().float() for param in params]
+optimizer = torch.optim.AdamW(copies, lr=1e-2)
+""",
+    )
+    .replace("nn.functional.cross_entropy(net(x), y)", "(net(x) - y).square().mean()")
+    .replace(
+        "    nn.utils.clip_grad_norm_(net.parameters(), 0.1)\n    optimizer.step()\n    optimizer.zero_grad()",
+        """
+    for param, copy in zip(params, copies):
+        copy.grad = param.grad.float()
+    optimizer.step()
+    with torch.no_grad():
+        for param, copy in zip(params, copies):
+            param.copy_(copy)
+    net.zero_grad()
+""",
+    )
+)
+
+
+def test_copies_of_shards_are_compared_on_ranks_without_an_element(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("shards.py").write_text(COPIES_OF_SHARDS)
+    assert main(["run", "--steps", "2", "shards.py"]) == 0
+    assert "tensors are equal" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch.optim import SGD, Optimizer
 from scale_check import noise
 from scale_check.batches import converted_batches, part_of
 from scale_check.comparison import ParityVerdict, Report, compare
-from scale_check.recording import Key, Phase, Recorder, Recording
+from scale_check.recording import FLAT_PARAMS, Key, Phase, Recorder, Recording
 from scale_check.summary import float_values
 from scale_core.launch.launcher import check_may_start
 from scale_core.testing import run_ranks
@@ -76,9 +77,15 @@ class ParityProgram:
 
     @noise.full_precision()
     def run(
-        self, wrap: Wrap | None, rank: int, num_ranks: int, perturbation: int = 0, cast_eps: float = 0.0
+        self,
+        wrap: Wrap | None,
+        rank: int,
+        num_ranks: int,
+        perturbation: int = 0,
+        cast_eps: float = 0.0,
+        casts: noise.CastRecorder | None = None,
     ) -> Recording:
-        """Trains in this process, and returns what was computed."""
+        """Trains in this process, and returns what was computed; `casts` sees the steps and not `build`."""
         torch.manual_seed(self.seed)
         model = self.build()
         if self.dtype is not None:
@@ -89,7 +96,7 @@ class ParityProgram:
         model, optimizer = wrapped if isinstance(wrapped, tuple) else (wrapped, self.optimizer(wrapped.parameters()))
         recorder = Recorder()
         torch.manual_seed(self.seed)  # A wrapper or an optimizer may have drawn.
-        with recorder.hooks():
+        with recorder.hooks(), casts or nullcontext():
             for batch in self.batches:
                 local_batch = batch if self.data == "all" else part_of(batch, rank, num_ranks)
                 loss = self.step(model, optimizer, local_batch)
@@ -115,10 +122,13 @@ class ParityProgram:
         with torch.random.fork_rng(devices=[]):
             plain = self.run(None, 0, 1)
             _check_draws_nothing(plain)
-            with noise.CastRecorder() as casts:
-                _check_repeats(plain, self.run(None, 0, 1))
-            perturbed = [self.run(None, 0, 1, number + 1, casts.eps) for number in range(_NUM_NOISE_RUNS)]
-        return plain, noise.measure(plain, perturbed)
+            casts = noise.CastRecorder()
+            again = self.run(None, 0, 1, casts=casts)
+            _check_repeats(plain, again, casts.eps)
+            seeds = range(1, _NUM_NOISE_RUNS + 1)
+            perturbed = [self.run(None, 0, 1, seed) for seed in seeds]
+            of_casts = [self.run(None, 0, 1, seed, casts.eps) for seed in seeds if casts.eps]
+        return plain, noise.measure(plain, perturbed, of_casts, casts.eps)
 
 
 def parity(
@@ -163,8 +173,8 @@ def parity(
     Raises:
         ParityError: They differ. It names step, phase, module or parameter, ranks, index and both values.
         ValueError: The ranks don't divide the samples; a batch has values other than tensors, numbers and texts; a
-            function is not at the top level of a module; or the model draws random numbers, for example by dropout,
-            because they differ between ranks.
+            function is not at the top level of a module; the model is wrapped by FSDP1; or the model draws random
+            numbers, for example by dropout, because they differ between ranks.
 
     Example:
         >>> import torch
@@ -179,16 +189,20 @@ def parity(
     checked_batches = converted_batches(batches, dtype, num_parts=ranks if data == "split" else 1)
     program = ParityProgram(build, step, wrap, optimizer, checked_batches, data, dtype, seed)
     plain, rounding = program.measure()
-    report = compare(plain, program.run_wrapped(ranks, limit_seconds), rounding)
+    recordings = program.run_wrapped(ranks, limit_seconds)
+    if any(recording.has_flat_params for recording in recordings):
+        raise ValueError(f"parity: {FLAT_PARAMS}")
+    report = compare(plain, recordings, rounding)
     if report.verdict is ParityVerdict.BUG:
         raise ParityError(report)
     return report
 
 
-def _check_repeats(plain: Recording, again: Recording) -> None:
+def _check_repeats(plain: Recording, again: Recording, cast_eps: float) -> None:
     """Refuses a program whose loss is another one when it runs again: its "rounding" would hide any bug."""
     dtypes = {plain.tensors[key].dtype for key in plain.keys_of(Phase.START)}
     eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    eps = max(eps, cast_eps)
     for key in plain.keys_of(Phase.LOSS):
         loss, other = (float_values(value).item() for value in (plain.tensors[key], again.tensors[key]))
         if abs(loss - other) > _REPEATED * eps * max(1.0, abs(loss)):

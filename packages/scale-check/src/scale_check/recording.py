@@ -31,6 +31,13 @@ from scale_check.summary import Recorded, cat, float_values, kept, scaled, total
 # What DDP, FSDP1, torch.compile and checkpoint wrappers put into the names of what they wrap.
 _WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
 
+FLAT_PARAMS = (
+    "the model is wrapped by torch's FullyShardedDataParallel (FSDP1). Its flat parameters can't be compared, because "
+    "they don't have the names and shapes of the model. Shard it by fully_shard (FSDP2) of torch.distributed.fsdp or "
+    "scale_fsdp"
+)
+"""The error text for a recording that `has_flat_params`."""
+
 
 class Phase(enum.Enum):
     """What a recorded tensor is."""
@@ -357,24 +364,32 @@ class Recorder:
     def _record_copies(self, optimizer: Optimizer) -> None:
         """Records the gradients of copies, in a wider dtype, that the optimizer steps on in the place of parameters.
 
-        They are recorded in the dtype of the parameter, whose rounding they have.
+        They are recorded in the dtype of the parameter, whose rounding they have. If fewer copies than parameters have
+        the same values, for example the ones of norms on a rank that steps on some of them, their names are not known.
         """
         named = dict(self._named_params())
         own = {id(param) for param in named.values()}
-        narrow = {name: _local(param) for name, param in named.items() if param.is_floating_point()}
-        for copy in [param for group in optimizer.param_groups for param in group["params"] if id(param) not in own]:
-            if copy.grad is None or not copy.is_floating_point():
+        narrow = {name: param for name, param in named.items() if param.is_floating_point() and param.numel()}
+        copies = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
+        copies = [copy for copy in copies if copy.grad is not None and copy.is_floating_point()]
+        taken = set(self._copies.values())
+        of_names: dict[tuple[str, ...], list[Tensor]] = {}
+        for copy in copies:
+            candidates = {name: p for name, p in narrow.items() if p.dtype.itemsize < copy.dtype.itemsize}
+            if not candidates or copy in self._copies:
                 continue
-            candidates = {n: p for n, p in narrow.items() if p.dtype.itemsize < copy.dtype.itemsize and p.numel()}
-            taken = self._copies.values()
-            names = (name for name, param in candidates.items() if name not in taken and _is_copy(_local(copy), param))
-            if (name := self._copies.get(copy) or next(names, None)) is not None:
-                self._copies[copy] = name
-                self.recording.steps_on_copies = True
+            names = tuple(name for name, p in candidates.items() if name not in taken and _is_copy(copy, p))
+            of_names.setdefault(names, []).append(copy)
+            if not self.recording.steps_on_copies:
+                is_copy = bool(names) or _is_flat_copy(_local(copy), [_local(param) for param in candidates.values()])
+                self.recording.steps_on_copies = is_copy
+        for names, of_values in of_names.items():
+            if len(names) == len(of_values):
+                self._copies.update(zip(of_values, names, strict=True))
+        for copy in copies:
+            if (name := self._copies.get(copy)) is not None:
                 grad = copy.grad.to(named[name].dtype)
                 self.add(Key(self.step, Phase.STATE, f"{name}: gradient of its copy"), grad)
-            elif not self.recording.steps_on_copies and candidates:
-                self.recording.steps_on_copies = _is_flat_copy(_local(copy), list(candidates.values()))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizer_depth -= 1
@@ -453,16 +468,18 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _is_copy(copy: Tensor, param: Tensor) -> bool:
     """Whether a tensor is a copy of a parameter, of which `perturb` may have changed the last place."""
-    if copy.shape != param.shape or copy.device != param.device:
+    if copy.shape != param.shape or hasattr(copy, "full_tensor") != hasattr(param, "full_tensor"):
         return False
-    return torch.allclose(copy.to(param.dtype), param, rtol=2 * torch.finfo(param.dtype).eps, atol=0.0)
+    # All ranks have to find the same, also those whose shard is empty: they gather the gradient of the copy together.
+    value, rounded = full_value(param, copies=False), full_value(copy, copies=False).to(param.dtype)
+    return torch.allclose(rounded.to(copy.dtype), value.to(copy.dtype), rtol=2 * torch.finfo(param.dtype).eps, atol=0.0)
 
 
 def _is_flat_copy(copy: Tensor, params: Sequence[Tensor]) -> bool:
     """Whether a tensor has values of several parameters one after the other, and zeros between them."""
     dtype = params[0].dtype
-    values = torch.cat([param.flatten() for param in params if param.dtype is dtype and param.device == copy.device])
-    rounded = copy.flatten().to(dtype)
+    values = torch.cat([param.flatten().to(copy) for param in params if param.dtype is dtype])
+    rounded = copy.flatten().to(dtype).to(copy.dtype)
     return bool(rounded.any()) and bool((torch.isin(rounded, values) | (rounded == 0)).all())
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from scale_check import noise
 from scale_check.comparison import Report, compare, with_samples_compared
-from scale_check.recording import Key, Phase, Recording, with_joined_calls
+from scale_check.recording import FLAT_PARAMS, Key, Phase, Recording, with_joined_calls
 from scale_check.script.data import Samples, SamplesError
 from scale_check.script.fork_server import ForkServer
 from scale_check.script.rank import ScriptResult, ScriptTask
@@ -97,14 +97,20 @@ class _Runner:
             ]
             return [run.result()[0].recording for run in runs]
 
-    def run_with_noise_of_casts(self, task: ScriptTask, folder: Path) -> Recording | None:
-        """Runs the script in one process with weights changed by the rounding of its casts; None without such casts."""
+    def run_with_noise_of_casts(self, task: ScriptTask, folder: Path) -> tuple[Recording, float] | None:
+        """Runs the script in one process with weights changed by the rounding of its casts, and returns both.
+
+        None without such casts, or if the script fails while they are looked for.
+        """
         folder.mkdir()
-        (found,) = self.run([replace(task, finds_casts=True)], folder / "casts")
-        if not found.cast_eps:
+        try:
+            (found,) = self.run([replace(task, finds_casts=True)], folder / "casts")
+            if not found.cast_eps:
+                return None
+            (perturbed,) = self.run([replace(task, perturbation=1, cast_eps=found.cast_eps)], folder / "noise")
+        except ScriptError:  # The report of the difference is worth more than this error.
             return None
-        (perturbed,) = self.run([replace(task, perturbation=1, cast_eps=found.cast_eps)], folder / "noise")
-        return perturbed.recording
+        return perturbed.recording, found.cast_eps
 
     def run(self, tasks: Sequence[ScriptTask], folder: Path, *, first_server: int = 0) -> list[ScriptResult]:
         """Runs the script on a rank for each task, as torchrun does; returns what each has recorded."""
@@ -142,11 +148,7 @@ def _compare_runs(task: ScriptTask, runner: _Runner, folder: Path) -> Report:
     if not any(result.recording.tensors for result in ranks):
         raise ScriptError(f"{script}: no module ran with gradients; is it a training script?")
     if any(result.recording.has_flat_params for result in ranks):
-        raise ScriptError(
-            f"{script}: the model is wrapped by torch's FullyShardedDataParallel (FSDP1). Its flat parameters can't be "
-            "compared, because they don't have the names and shapes of the model. Shard it by fully_shard (FSDP2) of "
-            "torch.distributed.fsdp or scale_fsdp"
-        )
+        raise ScriptError(f"{script}: {FLAT_PARAMS}")
     samples_of_ranks = [result.samples for result in ranks]
     if (padded := Samples.of_one_length(samples_of_ranks)) is not None:
         samples_of_ranks = padded
@@ -167,10 +169,11 @@ def _compare_runs(task: ScriptTask, runner: _Runner, folder: Path) -> Report:
     _check_same_course(script, plain, recordings)
     report = compare(plain, recordings, noise.measure(plain, [perturbed]))
     if report.first is not None:  # Casts of the script itself may have hidden the change of its weights.
-        of_casts = runner.run_with_noise_of_casts(alone, folder / "casts")
-        if of_casts is not None:
+        changed = runner.run_with_noise_of_casts(alone, folder / "casts")
+        if changed is not None:
+            of_casts, eps = changed
             of_casts = with_joined_calls(of_casts, joined_calls, task.whole) if joined_calls > 1 else of_casts
-            report = compare(plain, recordings, noise.measure(plain, [perturbed, of_casts]))
+            report = compare(plain, recordings, noise.measure(plain, [perturbed], [of_casts], eps))
     if report.first is not None and report.first.phase != Phase.START.value and plain.draws_of_loop:
         raise ScriptError(
             f"{script}: {report.first}. But the script draws random numbers between its DataLoader and its model, "
