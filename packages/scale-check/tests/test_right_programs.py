@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from check_models import (
     PackedModel,
     TiedModel,
@@ -26,10 +27,11 @@ from check_models import (
     with_batch_norm,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from scale_check import ParityVerdict, Report, parity
-from scale_check.noise import full_precision
+from scale_check import ParityError, ParityVerdict, Report, parity
+from scale_check.harness import ParityProgram, mean_square_step, sgd_with_momentum, unwrapped
+from scale_check.noise import CastRecorder, full_precision
 from scale_core import compat
 
 
@@ -83,6 +85,18 @@ class SampleBySample(nn.Module):
         return torch.stack([self.head(self.encoder(sample).tanh()) for sample in batch])
 
 
+class LossBySample(SampleBySample):
+    """The same, and it returns its loss; of two calls for each sample only the second has a gradient."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for sample in batch:
+            with torch.no_grad():
+                target = self.encoder(sample)
+            losses.append(self.head(self.encoder(sample).tanh() + target.cos()).square().mean())
+        return torch.stack(losses).mean()
+
+
 class LossesOfTwo(nn.Module):
     """Two losses in one tensor, each a mean over the samples, as a quantizer with several codebooks returns them."""
 
@@ -115,6 +129,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "step": accumulating_step,
         "wrap": ddp,
         "batches": MICRO_BATCHES,
+    },
+    "sample by sample, with its loss": {
+        "build": LossBySample,
+        "step": step_of_summed_outputs,
+        "wrap": ddp,
+        "batches": batches(6),
     },
     "two losses in one tensor": {
         "build": LossesOfTwo,
@@ -254,6 +274,100 @@ def step_of_two(model: Any, optimizer: Any, batch: Any) -> torch.Tensor:
     loss.backward()
     optimizer.step()
     return loss
+
+
+class CastLinear(nn.Linear):
+    """Computes in bfloat16 whatever the model is in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.bfloat16(), self.bias.bfloat16()
+        return nn.functional.linear(x.bfloat16(), weight, bias).to(x)
+
+
+def casting() -> nn.Module:
+    return nn.Sequential(CastLinear(6, 64), nn.Tanh(), CastLinear(64, 64), nn.Tanh(), CastLinear(64, 3))
+
+
+def without_gradient_of_a_bias(model: nn.Module) -> nn.Module:
+    if dist.get_rank() == 1:
+        model.get_parameter("4.bias").register_hook(torch.zeros_like)
+    return ddp(model)
+
+
+def test_casts_to_bfloat16_hide_no_bug() -> None:
+    assert parity(casting, wrap=ddp, batches=batches(6)).first is None
+    for wrap in (unwrapped, without_gradient_of_a_bias):
+        with pytest.raises(ParityError, match="gradient of"):
+            parity(casting, wrap=wrap, batches=batches(6))
+
+
+def built_with_casts() -> nn.Module:
+    model = nn.Linear(6, 4)
+    with torch.no_grad():
+        model.weight.copy_(model.weight.bfloat16())
+    return model
+
+
+def test_casts_while_the_model_is_built_are_no_rounding_of_its_steps() -> None:
+    batch = torch.ones(4, 6, dtype=torch.float64)
+    program = ParityProgram(
+        built_with_casts, mean_square_step, unwrapped, sgd_with_momentum, (batch,), "all", torch.float64, 0
+    )
+    _, rounding = program.measure()
+    assert 0.0 < max(rounding.values()) < 1e-12
+
+
+class FullyCompiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.compile(self.layer.forward, backend="eager", fullgraph=True)(x)
+
+
+def test_casts_are_looked_for_in_compiled_models_too() -> None:
+    assert parity(FullyCompiled, ranks=1, batches=batches(6)).verdict is ParityVerdict.EQUAL
+    with CastRecorder() as casts:
+        torch.compile(torch.Tensor.bfloat16, backend="eager", fullgraph=True)(torch.ones(2))
+        torch.cond(torch.tensor(True), torch.neg, torch.abs, (torch.ones(2),))
+    assert casts.eps == torch.finfo(torch.bfloat16).eps
+
+
+class InputParallelLinear(nn.Module):
+    """Has some columns of the weight on each rank, and lacks the all-reduce."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        return nn.functional.linear(x.chunk(num_ranks, -1)[rank], self.weight.chunk(num_ranks, 1)[rank])
+
+
+def without_bias() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6, bias=False), nn.Tanh())
+
+
+def input_parallel(model: nn.Module) -> nn.Module:
+    layers = cast(nn.Sequential, model)
+    layers[2] = InputParallelLinear(cast(nn.Linear, layers[2]))
+    return model
+
+
+def test_a_layer_that_lacks_its_all_reduce_is_named() -> None:
+    with pytest.raises(ParityError, match=r"^step 1: output of 2 differs on "):
+        parity(without_bias, wrap=input_parallel, data="all", batches=batches(6))
+
+
+def fsdp1(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def test_flat_parameters_of_fsdp1_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^parity: the model is wrapped by torch's FullyShardedData"):
+        parity(mlp, wrap=fsdp1, batches=batches(6))
 
 
 def test_functions_that_ranks_cannot_find_are_refused_before_anything_runs() -> None:

@@ -182,8 +182,8 @@ def compare(plain: Recording, ranks: Sequence[Recording], noise: Mapping[Key, fl
     """
     plain, *ranks = _without_models_of_some_ranks(plain, *ranks)
     comparisons: list[_Compared] = []
-    scale = _gradient_scale(plain, ranks)
     of_one_rank = _calls_of_one_rank(plain, ranks)
+    scale = _gradient_scale(plain, ranks, of_one_rank)
     for key, expected in plain.tensors.items():
         if key in of_one_rank:
             rank, actual = of_one_rank[key]
@@ -242,9 +242,9 @@ def _calls_of_one_rank(plain: Recording, ranks: Sequence[Recording]) -> dict[Key
 
     If it loops over its samples, the one process calls the module for those of rank 0, then for those of rank 1.
     """
-    phases = Phase.OUTPUT, Phase.OUTPUT_GRADIENT
+    # Not each output has a gradient, so only outputs are counted.
     num_plain, *num_ranks = (
-        Counter(key.of_all_calls() for key in recording.keys_of(*phases)) for recording in (plain, *ranks)
+        Counter(key.of_all_calls() for key in recording.keys_of(Phase.OUTPUT)) for recording in (plain, *ranks)
     )
     found: dict[Key, tuple[int, Recorded]] = {}
     for key, count in num_plain.items():
@@ -255,10 +255,12 @@ def _calls_of_one_rank(plain: Recording, ranks: Sequence[Recording]) -> dict[Key
         for number in range(count):
             part, call = divmod(number, per_forward)
             forward, rank = divmod(part, len(ranks))
-            actual = ranks[rank].tensors.get(key._replace(number=forward * per_forward + call))
-            expected = plain.tensors.get(key._replace(number=number))
-            if actual is not None and expected is not None and tuple(actual.shape) == tuple(expected.shape):
-                found[key._replace(number=number)] = rank, actual
+            for phase in (Phase.OUTPUT, Phase.OUTPUT_GRADIENT):
+                key_of_plain = key._replace(phase=phase, number=number)
+                actual = ranks[rank].tensors.get(key_of_plain._replace(number=forward * per_forward + call))
+                expected = plain.tensors.get(key_of_plain)
+                if actual is not None and expected is not None and tuple(actual.shape) == tuple(expected.shape):
+                    found[key_of_plain] = rank, actual
     return found
 
 
@@ -406,9 +408,11 @@ def _compare_one(
         )
     of_ranks = [_difference(key, expected, tensor, (rank,), noise) for rank, tensor in by_rank.items()]
     worst = max(of_ranks, key=lambda comparison: comparison.ratio)
-    if key.phase in (Phase.OUTPUT, Phase.OUTPUT_GRADIENT) and worst.ratio > BUG_RATIO:
-        # Several losses at once are means over the samples of a rank, or sums. Of the gradient of what all samples
-        # share, such as an embedding of positions, each rank has a summand.
+    are_losses = key.phase is Phase.OUTPUT and sum(size > 1 for size in expected.shape) < 2
+    if (are_losses or key.phase is Phase.OUTPUT_GRADIENT) and worst.ratio > BUG_RATIO:
+        # Several losses at once are means over the samples of a rank, or sums. An output of more dimensions is neither:
+        # if only its sum is right, ranks that divide a layer lack an all-reduce. Of the gradient of an output that all
+        # samples share, such as an embedding of positions, each rank has a summand.
         of_all = total(parts)
         for summed in (of_all, scaled(of_all, 1 / len(parts))) if key.phase is Phase.OUTPUT else (of_all,):
             of_total = _difference(key, expected, summed, tuple(by_rank), noise)
@@ -482,19 +486,24 @@ def _incomparable(key: Key, ranks: tuple[int, ...], why: str) -> _Compared:
     return _Compared(key, math.inf, False, difference)
 
 
-def _gradient_scale(plain: Recording, ranks: Sequence[Recording]) -> float:
+def _gradient_scale(
+    plain: Recording, ranks: Sequence[Recording], of_one_rank: Mapping[Key, tuple[int, Recorded]]
+) -> float:
     """What the gradients of outputs are to be multiplied with on the ranks.
 
     A loss that is a mean is one over the rank's own samples, so its gradients are as many times larger as there are
     ranks; one that is a sum, or that all ranks compute of the whole batch, is not. The first gradient tells which.
     """
     for key in plain.keys_of(Phase.OUTPUT_GRADIENT):
-        parts = [recording.tensors.get(key) for recording in ranks]
-        tensors = [part for part in parts if part is not None]
-        dim = _dim_of_parts(plain.tensors[key], tensors) if len(tensors) == len(ranks) else None
-        if dim is None:
-            continue
-        joined = cat(tensors, dim)
+        if key in of_one_rank:
+            joined = of_one_rank[key][1]
+        else:
+            parts = [recording.tensors.get(key) for recording in ranks]
+            tensors = [part for part in parts if part is not None]
+            dim = _dim_of_parts(plain.tensors[key], tensors) if len(tensors) == len(ranks) else None
+            if dim is None:
+                continue
+            joined = cat(tensors, dim)
         joined_values, expected = (float_values(value) for value in in_one_form([joined, plain.tensors[key]]))
         if not bool(joined_values.abs().max() > 0):
             continue
