@@ -94,6 +94,24 @@ def test_a_function_that_is_not_at_the_top_level_is_refused(call: Callable[..., 
             call(function, 2)
 
 
+def make_base() -> type:
+    class Base:
+        def work(self) -> None:
+            pass
+
+    return Base
+
+
+class Task(make_base()):  # type: ignore[misc]
+    pass
+
+
+def test_a_method_that_a_local_class_defines_is_found_by_its_object() -> None:
+    check_may_start("run_ranks", Task().work)
+    with pytest.raises(ValueError, match=r"cannot find make_base\.<locals>\.Base\.work: it is a lambda"):
+        check_may_start("run_ranks", make_base()().work)
+
+
 def test_a_process_that_only_imports_the_program_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     check_may_start("launch_local", end)
     ended: list[int] = []

@@ -7,6 +7,7 @@ they end when the program is killed.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import math
 import multiprocessing
@@ -313,6 +314,9 @@ def check_may_start(call: str, fn: Callable[..., object]) -> None:
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    if inspect.ismethod(fn):  # Found by the class of its object, wherever the class that defines it stands.
+        owner = fn.__self__ if isinstance(fn.__self__, type) else type(fn.__self__)
+        name = f"{owner.__qualname__}.{fn.__name__}"
     if "<lambda>" in name or "<locals>" in name:
         raise ValueError(
             f"{call}: new processes cannot find {name}: it is a lambda or is defined inside of a function. Write it as "
