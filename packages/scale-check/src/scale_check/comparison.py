@@ -246,11 +246,11 @@ def _calls_of_one_rank(plain: Recording, ranks: Sequence[Recording]) -> dict[Key
     num_plain, *num_ranks = (
         Counter(key.of_all_calls() for key in recording.keys_of(Phase.OUTPUT)) for recording in (plain, *ranks)
     )
-    found: dict[Key, tuple[int, Recorded]] = {}
+    calls: dict[Key, tuple[int, Recorded]] = {}
     for key, count in num_plain.items():
-        of_each = {num[key] for num in num_ranks}
+        num_calls_by_rank = {num[key] for num in num_ranks}
         per_forward, is_uneven = divmod(count, len(ranks) * plain.num_forwards.get(key.step, 1))  # of a rank
-        if len(ranks) == 1 or is_uneven or of_each != {count // len(ranks)}:
+        if len(ranks) == 1 or is_uneven or num_calls_by_rank != {count // len(ranks)}:
             continue
         for number in range(count):
             part, call = divmod(number, per_forward)
@@ -260,8 +260,8 @@ def _calls_of_one_rank(plain: Recording, ranks: Sequence[Recording]) -> dict[Key
                 actual = ranks[rank].tensors.get(key_of_plain._replace(number=forward * per_forward + call))
                 expected = plain.tensors.get(key_of_plain)
                 if actual is not None and expected is not None and tuple(actual.shape) == tuple(expected.shape):
-                    found[key_of_plain] = rank, actual
-    return found
+                    calls[key_of_plain] = rank, actual
+    return calls
 
 
 def _gradient_factor(plain: Recording, ranks: Sequence[Recording], key: Key) -> float | None:

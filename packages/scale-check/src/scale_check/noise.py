@@ -88,7 +88,7 @@ class CastRecorder(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func in _CASTS:
             source = args[_CASTS[func]]
-            if source.is_floating_point() and result.is_floating_point():
+            if all(tensor.is_floating_point() or tensor.is_complex() for tensor in (source, result)):
                 eps = torch.finfo(result.dtype).eps
                 if eps > torch.finfo(source.dtype).eps:
                     self.eps = max(self.eps, eps)

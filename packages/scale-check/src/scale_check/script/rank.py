@@ -43,8 +43,8 @@ class ScriptTask:
         samples: What the one process gets; None on ranks, which keep theirs.
         num_forwards: Of the model in the first step on each rank. A process that begins another one is ended there.
         perturbation: A seed by which the weights are changed in their last place; 0 for none.
-        cast_eps: By how much of themselves they are changed at least.
-        finds_casts: Whether the precision is looked for that casts of the script lose.
+        cast_eps: The smallest relative change of each weight.
+        finds_casts: Whether to look for casts that lose precision.
         whole: The keys of large tensors that are kept as they are; of others only sums are kept.
         result: Where to write the `ScriptResult`.
     """
