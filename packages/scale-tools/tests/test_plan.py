@@ -550,7 +550,9 @@ def test_what_is_kept_on_the_host_is_not_on_the_device() -> None:
 
 
 @pytest.mark.simulation
-def test_pinned_memory_of_a_host_is_counted_as_torch_rounds_it() -> None:
+def test_pinned_memory_of_a_host_is_counted_as_torch_rounds_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with simulate(device="sim") as simulation:
         shards = [torch.empty(3 << 20, dtype=torch.uint8, device="cpu") for _ in range(2)]
         state = torch.empty(5 << 20, dtype=torch.uint8, device="cpu")
@@ -560,6 +562,12 @@ def test_pinned_memory_of_a_host_is_counted_as_torch_rounds_it() -> None:
         host = _host_peak(simulation.on("cpu"))
     rounding = "rounding of pinned memory"
     assert host == {"parameters": 6 << 20, "optimizer state": 5 << 20, rounding: 2 << 20}
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
+    assert rounding not in _host_peak(simulation.on("cpu"))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    large = Estimate(Strategy("fsdp-offload", 4), {"gathered": 1}, {rounding: 66 << 30})
+    print_plan(planned_model(TINY), NUM_PARAMS, TINY, [judge(planned_model(TINY), large, TINY)], None)
+    assert "66.0 GiB of the host. From torch 2.13 on, PYTORCH_ALLOC_CONF=" in capsys.readouterr().out
     found = found_for("fsdp-offload")
     assert 0 < found.host_peak_by_kind[rounding] < found.host_bytes / 2
 

@@ -14,6 +14,7 @@ from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.rates import attention_tflops
 from scale_tools.plan.rows import GIB, PlanRow, Suggested
+from scale_tools.plan.simulated_rank import PINNED_ROUNDING, Estimate
 
 _KINDS = {
     "parameters": "parameters",
@@ -77,14 +78,7 @@ def print_plan(
     console.print(table)
     titles_by_note: dict[str, list[str]] = {}
     for found in (row.found for row in rows):
-        no_time = f"no time and no reserved memory, because {found.no_time_reason}" if found.no_time_reason else ""
-        retries = (
-            f"torch's allocator frees cached memory {found.num_alloc_retries} times in a step, because the device is "
-            "full; this time is not in the step"
-            if found.num_alloc_retries
-            else ""
-        )
-        if note := found.problem or no_time or retries:
+        if note := _note_of(found):
             titles_by_note.setdefault(note, []).append(found.strategy.title)
     for note, titles in titles_by_note.items():
         further = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
@@ -113,6 +107,26 @@ def print_plan(
             console.print(row.command, markup=False, soft_wrap=True)
         for line in row.python:
             console.print(f"    {line}", markup=False, soft_wrap=True)
+
+
+def _note_of(found: Estimate) -> str:
+    """What is to be said of an estimate below the table."""
+    if found.problem:
+        return found.problem
+    if found.no_time_reason:
+        return f"no time and no reserved memory, because {found.no_time_reason}"
+    if found.num_alloc_retries:
+        return (
+            f"torch's allocator frees cached memory {found.num_alloc_retries} times in a step, because the device is "
+            "full; the step has no time for this"
+        )
+    rounding = found.host_peak_by_kind.get(PINNED_ROUNDING, 0)
+    if rounding < GIB:
+        return ""
+    return (
+        f"torch rounds pinned memory up to powers of two, {rounding / GIB:.1f} GiB of the host. From torch 2.13 on, "
+        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64 prevents it"
+    )
 
 
 def _count(number: int) -> str:

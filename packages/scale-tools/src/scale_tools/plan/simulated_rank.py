@@ -6,6 +6,9 @@ the order in which units are prefetched.
 
 from __future__ import annotations
 
+import math
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +25,8 @@ from scale_tools.plan.strategies import Strategy
 from scale_train.configuration.resolve import parse_bytes
 
 Device = Literal["sim", "cpu"]
+PINNED_ROUNDING = "rounding of pinned memory"
+"""The kind of host memory that torch adds to pinned tensors."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,16 @@ def simulated_rank(strategy: Strategy, options: PlanOptions, device: Device = "s
 def _host_peak(memory: Memory) -> dict[str, int]:
     """The peak of the host by kind, with what torch adds to pinned memory: it rounds each piece to a power of two."""
     # The optimizer's state is updated where it is. All else is pinned, so that it is copied while the device computes.
-    pinned = [item for item in memory.largest_at_peak if item.kind != "optimizer state"]
-    added = sum(item.copies * ((1 << (item.num_bytes - 1).bit_length()) - item.num_bytes) for item in pinned)
-    return memory.peak_by_kind | ({"rounding of pinned memory": added} if added else {})
+    threshold = _pinned_max_round_threshold()
+    rounded = [
+        item for item in memory.largest_at_peak if item.kind != "optimizer state" and item.num_bytes <= threshold
+    ]
+    added = sum(item.copies * ((1 << (item.num_bytes - 1).bit_length()) - item.num_bytes) for item in rounded)
+    return memory.peak_by_kind | ({PINNED_ROUNDING: added} if added else {})
+
+
+def _pinned_max_round_threshold() -> float:
+    """The most bytes that torch rounds up, by the environment; unlimited by default. torch 2.13 has this setting."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    found = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
+    return math.inf if found is None else int(found[1]) * 2**20
