@@ -76,6 +76,21 @@ def test_a_simulated_accelerator_has_the_memory_that_it_is_given() -> None:
         pass
 
 
+def test_a_compact_memory_has_no_segments_of_tensors_that_are_gone() -> None:
+    with simulate(device="sim") as sim:
+        full = torch.empty(40 * MIB, dtype=torch.uint8, device="sim")
+        del full
+        shard = torch.empty(16 * MIB, dtype=torch.uint8, device="sim")
+        sim.empty_cache()
+        assert sim.reserved_bytes == 40 * MIB
+        sim.compact()
+        assert sim.reserved_bytes == shard.numel() == 16 * MIB
+        other = torch.empty(16 * MIB, dtype=torch.uint8, device="sim")
+        del shard, other
+        sim.empty_cache()
+        assert sim.reserved_bytes == 0
+
+
 @pytest.mark.parametrize(("asked", "taken"), [(29, 30), (28, 28)], ids=["1 MiB remains", "2 MiB remain"])
 def test_a_large_block_is_split_if_more_than_1_mib_remains(asked: int, taken: int) -> None:
     allocator = CachingAllocator()

@@ -150,6 +150,17 @@ class MemoryTracker:
             with self._changing():
                 self.allocator.empty_cache()
 
+    def compact(self) -> None:
+        """Makes the allocator give all live storages new blocks, as if nothing else had been allocated before."""
+        if self.allocator is not None:
+            with self._changing():
+                kept = [(block, block.reserved) for block in self._live.values() if block.reserved is not None]
+                for _, reserved in kept:
+                    self.allocator.free(reserved)
+                self.allocator.empty_cache()
+                for block, reserved in kept:
+                    block.reserved = self.allocator.allocate(block.num_bytes, reserved.pool[0])
+
     def close(self) -> None:
         """Stops tracking."""
         for block in self._blocks:

@@ -157,6 +157,18 @@ class Simulation(Memory):
         self._caching_allocator()
         self._tracker.empty_cache()
 
+    def compact(self) -> None:
+        """Moves all tensors into new segments, as if nothing else had been allocated before.
+
+        Use it after you have built and sharded a model as a whole, to see what a model needs that is built unit by unit
+        or loaded shard by shard. Its shards don't take parts of the segments of full parameters.
+
+        Raises:
+            ValueError: The simulation has only the host.
+        """
+        self._caching_allocator()
+        self._tracker.compact()
+
     def _caching_allocator(self) -> CachingAllocator:
         if self._allocator is None:
             raise ValueError(

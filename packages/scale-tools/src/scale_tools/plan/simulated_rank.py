@@ -87,7 +87,7 @@ class SimulatedRank(NamedTuple):
         *before, step = steps
         reserved_before = 0
         if clocks is not None:
-            simulation.empty_cache()  # Frees segments of the full model, because training may build it unit by unit.
+            simulation.compact()  # Training may build the model unit by unit, so shards are not in its segments.
             simulation.restart()
         for earlier in before:
             earlier()
