@@ -130,7 +130,12 @@ def planned_bytes(row: Row, config: LlamaConfig) -> int:
     published_steps.set_config(config)
     batch = row.local_batch * row.ranks
     options = PlanOptions(
-        factory="published_steps:llama", ranks=(row.ranks,), batch=batch, sequence=row.sequence, **published_steps.H100
+        factory="published_steps:llama",
+        ranks=(row.ranks,),
+        device_memory="95GiB",  # Of the H100 that torchtitan used
+        batch=batch,
+        sequence=row.sequence,
+        **published_steps.H100,
     )
     strategy = Strategy("fsdp", row.ranks, checkpoint="selective" if row.selective else "all")
     with checkpointing_of_torchtitan(row.selective):

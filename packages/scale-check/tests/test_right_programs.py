@@ -74,6 +74,14 @@ def layer_in_float32() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), SumsInFloat32(), nn.Tanh(), nn.Linear(40, 4))
 
 
+def mlp_in_bfloat16() -> nn.Module:
+    return mlp().bfloat16()
+
+
+def in_bfloat16(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.bfloat16() for tensor in tensors]
+
+
 class SampleBySample(nn.Module):
     """A detector's kind of forward: it loops over the samples, and each rank has fewer of them."""
 
@@ -142,6 +150,8 @@ PROGRAMS: dict[str, dict[str, Any]] = {
         "wrap": ddp,
         "batches": batches(6),
     },
+    "bfloat16": {"build": mlp_in_bfloat16, "wrap": ddp, "batches": in_bfloat16(batches(6)), "dtype": None},
+    "bfloat16, tied": {"build": TiedModel, "wrap": ddp, "batches": tokens(), "dtype": torch.bfloat16},
     "autocast": {"build": mlp, "step": autocast_step, "wrap": ddp, "batches": batches(6), "dtype": None},
     "FSDP2 in bfloat16": {
         "build": mlp,
@@ -292,6 +302,11 @@ def without_gradient_of_a_bias(model: nn.Module) -> nn.Module:
     if dist.get_rank() == 1:
         model.get_parameter("4.bias").register_hook(torch.zeros_like)
     return ddp(model)
+
+
+def test_weights_in_bfloat16_hide_no_missing_average() -> None:
+    with pytest.raises(ParityError, match="gradient of"):
+        parity(mlp_in_bfloat16, batches=in_bfloat16(batches(6)), dtype=None)
 
 
 def test_casts_to_bfloat16_hide_no_bug() -> None:
