@@ -188,7 +188,7 @@ def test_the_gain_is_that_of_one_process(ranks: int, name: str) -> None:
 def test_adam_on_flat_parameters_measures_raw_gradients_alone() -> None:
     """A gradient measured as Adam uses it is divided tensor by tensor, and a flat parameter is not one tensor."""
     model, inner = sharded(Way("flat", adam=True))
-    words = r"flat_param_0.*holds 4, as '0.weight'.*flatten_parameters=False.*preconditioned=False"
+    words = r"flat_param_0.*holds 4, for example '0.weight'.*flatten_parameters=False.*preconditioned=False"
     with pytest.raises(ValueError, match=words):
         AdaScale(inner)
     plain = net()  # Raw gradients are those of SGD's.

@@ -96,7 +96,7 @@ def test_a_pass_too_many_is_refused_and_says_how_many_came():
 def test_between_the_passes_of_a_step_nothing_may_change(method, args, words):
     model, optimizer = build(model=linear())
     backward(model, [1.0, 0.0])
-    with pytest.raises(RuntimeError, match=rf"{words}: {method}\(\).*1 of 2"):
+    with pytest.raises(RuntimeError, match=rf"{words}: {method}\(\).*1 of its 2"):
         getattr(optimizer, method)(*args)
 
 

@@ -55,7 +55,7 @@ def test_named_blocks_come_in_the_order_of_the_model() -> None:
 
 
 def test_names_that_are_none_list_near_ones() -> None:
-    with pytest.raises(ValueError, match=r"'block\.0' is none; did you mean 'blocks\.0'"):
+    with pytest.raises(ValueError, match=r"got 'block\.0'; did you mean 'blocks\.0'"):
         find_blocks(Transformer(num_blocks=2), ["block.0"])
 
 

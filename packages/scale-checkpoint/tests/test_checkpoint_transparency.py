@@ -563,7 +563,7 @@ def test_a_forward_that_changes_its_input_is_an_error_at_once() -> None:
 def test_transforms_of_functions_are_refused_with_what_to_write() -> None:
     module = checkpoint_wrapper(nn.Linear(4, 4))
     x = torch.randn(3, 2, 4)
-    with pytest.raises(RuntimeError, match=r"a Linear is checkpointed or offloaded, .*disable_checkpointing\(\)"):
+    with pytest.raises(RuntimeError, match=r"a Linear that is checkpointed or offloaded: .*disable_checkpointing\(\)"):
         torch.func.vmap(module)(x)
     with disable_checkpointing():
         assert torch.func.vmap(module)(x).shape == x.shape
