@@ -83,7 +83,7 @@ def test_later_names_of_what_a_flat_parameter_holds_count() -> None:
 def test_summands_and_names_that_stand_twice_are_errors() -> None:
     model = nn.Linear(2, 2, bias=False)
     set_shard(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Placement.PARTIAL),)))
-    with pytest.raises(ValueError, match="weight: each rank holds a summand"):
+    with pytest.raises(ValueError, match="weight is a partial sum on each rank"):
         list(param_slices(model.weight, "weight"))
     twice = nn.ModuleList([Flat(nn.Linear(2, 2)), Flat(nn.Linear(2, 2))])
     with pytest.raises(ValueError, match=r"two parameters are named weight: the second is listed as 1.flat_param_0"):

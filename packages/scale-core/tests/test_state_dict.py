@@ -291,7 +291,7 @@ def test_an_optimizer_of_full_parameters_is_refused_on_shards() -> None:
 def test_summands_of_a_parameter_have_no_state() -> None:
     model = nn.Linear(2, 2, bias=False)
     set_shard(model.weight, Shard("weight", (2, 2), 0, 4, (Axis(Group(), Placement.PARTIAL),)))
-    with pytest.raises(ValueError, match="weight: each rank holds a summand"):
+    with pytest.raises(ValueError, match="weight is a partial sum on each rank"):
         sharded_state_dict(model)
 
 

@@ -95,5 +95,5 @@ def test_summands_of_a_plain_parameter_have_no_holding() -> None:
     unit = unit_of(model[0])
     assert unit is not None
     set_shard(model[1].weight, Shard("weight", (2, 2), 0, 4, (Axis(unit.buffers[0].group, Placement.PARTIAL),)))
-    with pytest.raises(ValueError, match="weight: each rank holds a summand"):
+    with pytest.raises(ValueError, match="weight is a partial sum on each rank"):
         slices_in(model)
