@@ -181,7 +181,7 @@ def test_differing_ranks_and_odd_meshes_are_refused() -> None:
     x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(mesh["expert"].get_local_rank())).double()
     model(x)
     other = x.flip(0) if dist.get_rank() == 1 else x  # The same tokens in another order
-    with pytest.raises(ValueError, match=r"MoE \d+: ranks that divide the hidden features .* have to have the same"):
+    with pytest.raises(ValueError, match=r"MoE \d+: ranks that divide the hidden features .* must have the same"):
         model(other)
     if dist.get_rank() == 3:
         with torch.no_grad():

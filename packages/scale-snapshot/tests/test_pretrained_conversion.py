@@ -104,7 +104,7 @@ def test_expressions_rename_and_others_leave_out() -> None:
         (
             {"a.experts.0.w1": SavedTensor((2, 3), F32)},
             Transform(GATES, [".experts.gate_up"], [Transpose()]),
-            "by Transpose, which is not known here: load it by from_pretrained",
+            "by Transpose, which is not supported: load it by from_pretrained",
         ),
         ({"a.x": SavedTensor((1,), F32), "b.x": SavedTensor((1,), F32)}, None, "a.x and b.x are both c.x"),
     ],
