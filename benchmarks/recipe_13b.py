@@ -8,7 +8,7 @@ fairseq's guide on fully sharded training has these two runs: one GPU of 32 GB, 
 optimizer state are in 256 GB of the host, and eight such GPUs, with and without. Here each is the real training step of
 one rank on tensors without memory: bf16 over fp32 master weights, AdamW, blocks recomputed in the backward pass,
 sequences of 2,048 tokens, logits of 1,024 tokens at a time. The tokens are bytes, so that the embedding is small. What
-the allocator and the transport need is not in the figures: leave a tenth of the device free.
+the CUDA context and the transport need is not in the figures.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def options_of(recipe: Recipe, *, smoke: bool = False) -> PlanOptions:
     """What `scale-train plan` is asked."""
     if smoke:
         return PlanOptions(size="tiny", layers=2, ranks=(recipe.ranks,), batch=recipe.batch, sequence=32, loss_chunk=16)
-    return PlanOptions(size="gpt3-13b", ranks=(recipe.ranks,), batch=recipe.batch, loss_chunk=1024)
+    return PlanOptions(
+        size="gpt3-13b", ranks=(recipe.ranks,), device_memory="32GiB", batch=recipe.batch, loss_chunk=1024
+    )
 
 
 def planned(recipe: Recipe, *, smoke: bool = False) -> tuple[Estimate, float]:
@@ -75,6 +77,7 @@ def row_of(recipe: Recipe, found: Estimate) -> list[str]:
     host = found.host_bytes * recipe.ranks
     return [
         recipe.title,
+        "" if found.reserved_bytes is None else f"{found.reserved_bytes / GIB:.1f}",
         f"{found.peak_bytes / GIB:.1f}",
         f"{(columns['parameters'] + columns['gradients'] + columns['optimizer']) / GIB:.1f}",
         f"{columns['gathered'] / GIB:.1f}",
@@ -98,13 +101,16 @@ def main() -> int:
             figures.append(
                 {
                     **asdict(recipe),
+                    "reserved_bytes": found.reserved_bytes,
+                    "num_alloc_retries": found.num_alloc_retries,
                     "peak_by_kind": found.peak_by_kind,
                     "host_peak_by_kind": found.host_peak_by_kind,
                     "bytes_sent": found.bytes_sent,
                     "cpu_seconds": seconds,
                 }
             )
-    heads = ["", "peak of a GPU", "state", "gathered", "activations", "host of all ranks", "sent by a rank, GB"]
+    of_tensors = ["tensors of a GPU", "state", "gathered", "activations"]
+    heads = ["", "reserved", *of_tensors, "host of all ranks", "sent by a rank, GB"]
     table = Table("GiB at the peak of a step", heads, rows)
     print(table.markdown())
     if asked.date:

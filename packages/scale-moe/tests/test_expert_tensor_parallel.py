@@ -186,7 +186,7 @@ def test_differing_ranks_and_odd_meshes_are_refused() -> None:
     if dist.get_rank() == 3:
         with torch.no_grad():
             model.moe.router.weight[0, 0] += 1e-6
-    with pytest.raises(ValueError, match=r"rank 3 of \[2, 3\] has different ones|some on another row have different ones"):
+    with pytest.raises(ValueError, match=r"(rank 3 of \[2, 3\] has|some on another row have) different ones"):
         model(x)
     with pytest.raises(ValueError, match=r"1 hidden features of an expert can't be divided between 2 ranks"):
         Experts(3, 4, 1, process_group=mesh)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from scale_check.simulate import simulate
 from scale_check.simulate.simulation import Simulation, track_memory
 from scale_checkpoint.offload import storage
-from scale_core import ParallelDims
+from scale_core import ParallelDims, compat
 from scale_core.comm.group import Group, group_of
 from scale_core.optim.grad_scaler import ShardedGradScaler
 from scale_core.testing import run_ranks
@@ -194,12 +194,15 @@ def test_a_full_device_gets_cached_memory_back(capsys: pytest.CaptureFixture[str
     planned = planned_model(options)
     found = estimate(planned, Strategy("fsdp", 4), options)
     assert found.reserved_bytes is not None and not found.num_alloc_retries
-    smaller = dataclasses.replace(options, device_memory=f"{found.reserved_bytes - 1}B")
+    smaller = dataclasses.replace(options, device_memory=f"{(found.peak_bytes + found.reserved_bytes) // 2}B")
     again = estimate(planned, Strategy("fsdp", 4), smaller)
     assert again.num_alloc_retries and again.peak_bytes == found.peak_bytes
-    row = judge(planned, again, smaller)
-    print_plan(planned, 10**6, smaller, [row], None)
-    assert row.fits and f"frees cached memory {again.num_alloc_retries} times in a step" in capsys.readouterr().out
+    assert again.reserved_bytes is not None and again.reserved_bytes < found.reserved_bytes
+    for fits in (True, False):
+        memory = again.reserved_bytes if fits else again.reserved_bytes - 1
+        row = judge(planned, again, dataclasses.replace(options, device_memory=f"{memory}B"))
+        print_plan(planned, 10**6, options, [row], None)
+        assert row.fits == fits == (f"cached memory {again.num_alloc_retries} times" in capsys.readouterr().out)
 
 
 @pytest.mark.simulation
@@ -563,11 +566,12 @@ def test_pinned_memory_of_a_host_is_counted_as_torch_rounds_it(
     rounding = "rounding of pinned memory"
     assert host == {"parameters": 6 << 20, "optimizer state": 5 << 20, rounding: 2 << 20}
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,pinned_max_round_threshold_mb:1")
-    assert rounding not in _host_peak(simulation.on("cpu"))
+    is_set = compat.torch_version() >= (2, 13)
+    assert (rounding not in _host_peak(simulation.on("cpu"))) == is_set
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    large = Estimate(Strategy("fsdp-offload", 4), {"gathered": 1}, {rounding: 66 << 30})
+    large = Estimate(Strategy("fsdp-offload", 4), {"gathered": 1}, {rounding: 33 << 29})
     print_plan(planned_model(TINY), NUM_PARAMS, TINY, [judge(planned_model(TINY), large, TINY)], None)
-    assert "66.0 GiB of the host. From torch 2.13 on, PYTORCH_ALLOC_CONF=" in capsys.readouterr().out
+    assert "66.0 GiB of a host. From torch 2.13 on, PYTORCH_ALLOC_CONF=" in capsys.readouterr().out
     found = found_for("fsdp-offload")
     assert 0 < found.host_peak_by_kind[rounding] < found.host_bytes / 2
 

@@ -55,7 +55,8 @@ def full_precision() -> Iterator[None]:
 
 
 # Less precise dtypes than float32 round by so much that a hundred times that is as large as any bug. In right programs
-# ranks differ by at most 1 times it, because few numbers round differently, and by 18 to 50 times without averaging.
+# the ranks differ by at most 1 times this change, because few numbers round differently. Without averaging they differ
+# by 14 to 256 times it.
 _LARGEST_EPS = 1e-4
 _SHARE_OF_LARGE_EPS = 0.1
 
@@ -111,11 +112,6 @@ def perturb(model: nn.Module, seed: int, cast_eps: float = 0.0) -> None:
             local.add_(local * max(torch.finfo(local.dtype).eps, cast_eps) * signs)
 
 
-def _share_of(eps: float) -> float:
-    """The share of a change by `eps` of each weight that is the rounding of the program."""
-    return _SHARE_OF_LARGE_EPS if eps > _LARGEST_EPS else 1.0
-
-
 def measure(
     plain: Recording, others: Sequence[Recording], of_casts: Sequence[Recording] = (), cast_eps: float = 0.0
 ) -> Mapping[Key, float]:
@@ -129,25 +125,34 @@ def measure(
     """
     weights = [plain.tensors[key].dtype for key in plain.keys_of(Phase.START)]
     eps = max((torch.finfo(dtype).eps for dtype in weights if dtype.is_floating_point), default=0.0)
-    runs = [(other, _share_of(eps)) for other in others] + [(other, _share_of(cast_eps)) for other in of_casts]
+    runs = [(other.tensors, eps) for other in others] + [(other.tensors, cast_eps) for other in of_casts]
     return {
-        key: max([_least(tensor), *(share * _change(tensor, other.tensors.get(key)) for other, share in runs)])
+        key: max([_least(tensor), *(_rounding(tensor, tensors.get(key), eps) for tensors, eps in runs)])
         for key, tensor in plain.tensors.items()
     }
 
 
 def _least(tensor: Recorded) -> float:
-    if not tensor.dtype.is_floating_point or not tensor.numel():
+    """A unit of the last place of the largest element; of a dtype of 16 bits the share of it that is rounding."""
+    if not tensor.dtype.is_floating_point:
         return 0.0
-    values = float_values(tensor)
-    finite = values[values.isfinite()]
     eps = torch.finfo(tensor.dtype).eps
-    return float(finite.abs().max()) * eps * _share_of(eps) if finite.numel() else 0.0
+    return _largest(tensor) * eps * (_SHARE_OF_LARGE_EPS if eps > _LARGEST_EPS else 1.0)
 
 
-def _change(tensor: Recorded, other: Recorded | None) -> float:
+def _rounding(tensor: Recorded, other: Recorded | None, eps: float) -> float:
+    """The rounding of a tensor, by a run whose weights were changed by `eps` of themselves."""
     if not tensor.dtype.is_floating_point or not tensor.numel():
         return 0.0
     if other is None or type(other) is not type(tensor) or other.shape != tensor.shape:
         return 0.0
-    return float((float_values(tensor) - float_values(other)).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    change = float((float_values(tensor) - float_values(other)).abs().nan_to_num(0.0, 0.0, 0.0).max())
+    # Tensors before the first weight or cast of 16 bits change by less, which is the rounding of their own dtype.
+    is_large = eps > _LARGEST_EPS and change > _LARGEST_EPS * _largest(tensor)
+    return change * (_SHARE_OF_LARGE_EPS if is_large else 1.0)
+
+
+def _largest(tensor: Recorded) -> float:
+    values = float_values(tensor)
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0

@@ -67,7 +67,7 @@ class CachingAllocator:
         reserved_bytes: The size of all segments now.
         peak_reserved_bytes: The largest size of all segments, as in `torch.cuda.max_memory_reserved`.
         allocated_bytes: The size of all blocks in use now.
-        num_alloc_retries: How often it has freed segments because the device was full.
+        num_alloc_retries: How often the device was full, so that it freed the segments that it could.
     """
 
     def __init__(self, device_memory: int | None = None) -> None:

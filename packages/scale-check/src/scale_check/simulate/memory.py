@@ -154,12 +154,14 @@ class MemoryTracker:
         """Makes the allocator give all live storages new blocks, as if nothing else had been allocated before."""
         if self.allocator is not None:
             with self._changing():
-                kept = [(block, block.reserved) for block in self._live.values() if block.reserved is not None]
-                for _, reserved in kept:
-                    self.allocator.free(reserved)
+                streams: dict[MemoryBlock, int] = {}
+                for block in self._live.values():
+                    if block.reserved is not None:
+                        streams[block] = block.reserved.pool[0]
+                        self.allocator.free(block.reserved)
                 self.allocator.empty_cache()
-                for block, reserved in kept:
-                    block.reserved = self.allocator.allocate(block.num_bytes, reserved.pool[0])
+                for block, stream in streams.items():
+                    block.reserved = self.allocator.allocate(block.num_bytes, stream)
 
     def close(self) -> None:
         """Stops tracking."""

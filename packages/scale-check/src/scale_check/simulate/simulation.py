@@ -161,7 +161,8 @@ class Simulation(Memory):
         """Moves all tensors into new segments, as if nothing else had been allocated before.
 
         Use it after you have built and sharded a model as a whole, to see what a model needs that is built unit by unit
-        or loaded shard by shard. Its shards don't take parts of the segments of full parameters.
+        or loaded shard by shard. Its shards don't take parts of the segments of full parameters. Call `restart()` next,
+        which forgets the peak of the full model.
 
         Raises:
             ValueError: The simulation has only the host.
@@ -435,7 +436,8 @@ def simulate(
         )
     if device == "cpu" and device_memory is not None:
         raise ValueError(
-            f"simulate: device_memory= is of an accelerator: write device='{compat.STAND_IN}', or leave it out"
+            f"simulate: device_memory= is the memory of an accelerator, and device='cpu' has none: write "
+            f"device='{compat.STAND_IN}', or leave it out"
         )
     if device == "cpu" and (races or backward_thread):
         raise ValueError(

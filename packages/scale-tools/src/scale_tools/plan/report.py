@@ -14,7 +14,8 @@ from scale_tools.plan.model import PlannedModel
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.rates import attention_tflops
 from scale_tools.plan.rows import GIB, PlanRow, Suggested
-from scale_tools.plan.simulated_rank import PINNED_ROUNDING, Estimate
+from scale_tools.plan.simulated_rank import PINNED_ROUNDING
+from scale_tools.plan.strategies import ranks_per_host
 
 _KINDS = {
     "parameters": "parameters",
@@ -77,9 +78,9 @@ def print_plan(
         table.add_row(*_cells(row, options, units))
     console.print(table)
     titles_by_note: dict[str, list[str]] = {}
-    for found in (row.found for row in rows):
-        if note := _note_of(found):
-            titles_by_note.setdefault(note, []).append(found.strategy.title)
+    for row in rows:
+        for note in _notes_of(row, options):
+            titles_by_note.setdefault(note, []).append(row.found.strategy.title)
     for note, titles in titles_by_note.items():
         further = f" and {len(titles) - 1} more" if len(titles) > 1 else ""
         console.print(f"{titles[0]}{further}: {note}", markup=False)
@@ -109,24 +110,25 @@ def print_plan(
             console.print(f"    {line}", markup=False, soft_wrap=True)
 
 
-def _note_of(found: Estimate) -> str:
-    """What is to be said of an estimate below the table."""
-    if found.problem:
-        return found.problem
-    if found.no_time_reason:
-        return f"no time and no reserved memory, because {found.no_time_reason}"
-    if found.num_alloc_retries:
-        return (
-            f"torch's allocator frees cached memory {found.num_alloc_retries} times in a step, because the device is "
-            "full; the step has no time for this"
+def _notes_of(row: PlanRow, options: PlanOptions) -> list[str]:
+    """Returns the lines about an estimate below the table."""
+    estimate, notes = row.found, []
+    if estimate.problem:
+        notes.append(estimate.problem)
+    if estimate.no_time_reason:
+        notes.append(f"no time and no reserved memory, because {estimate.no_time_reason}")
+    if row.fits and estimate.num_alloc_retries:
+        notes.append(
+            f"torch's allocator frees cached memory {estimate.num_alloc_retries} times in a step, because the device "
+            "is full. The time of the step does not include this"
         )
-    rounding = found.host_peak_by_kind.get(PINNED_ROUNDING, 0)
-    if rounding < GIB:
-        return ""
-    return (
-        f"torch rounds pinned memory up to powers of two, {rounding / GIB:.1f} GiB of the host. From torch 2.13 on, "
-        "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64 prevents it"
-    )
+    rounding = estimate.host_peak_by_kind.get(PINNED_ROUNDING, 0) * ranks_per_host(options, estimate.strategy.ranks)
+    if rounding >= GIB:
+        notes.append(
+            f"torch rounds pinned memory up to powers of two, {rounding / GIB:.1f} GiB of a host. From torch 2.13 on, "
+            "PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:N rounds only tensors of at most N MiB"
+        )
+    return notes
 
 
 def _count(number: int) -> str:

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 from scale_check.simulate import Simulation, simulate
 from scale_check.simulate.durations import Clocks, durations
 from scale_check.simulate.memory import Memory
+from scale_core import compat
 from scale_core.comm.mesh import ParallelDims
 from scale_tools.plan.options import PlanOptions
 from scale_tools.plan.parallelize import dims_of
@@ -87,7 +88,10 @@ class SimulatedRank(NamedTuple):
         *before, step = steps
         reserved_before = 0
         if clocks is not None:
-            simulation.compact()  # Training may build the model unit by unit, so shards are not in its segments.
+            if strategy.tensor_ranks == 1:
+                simulation.compact()  # Training builds the model unit by unit: no segment was for full parameters.
+            else:
+                simulation.empty_cache()
             simulation.restart()
         for earlier in before:
             earlier()
@@ -132,7 +136,7 @@ def _host_peak(memory: Memory) -> dict[str, int]:
 
 
 def _pinned_max_round_threshold() -> float:
-    """The most bytes that torch rounds up, by the environment; unlimited by default. torch 2.13 has this setting."""
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + "," + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    found = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
-    return math.inf if found is None else int(found[1]) * 2**20
+    """The most bytes that torch rounds up, by the environment; unlimited by default, and before torch 2.13."""
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    setting = re.search(r"pinned_max_round_threshold_mb\s*:\s*(\d+)", settings)
+    return math.inf if setting is None or compat.torch_version() < (2, 13) else int(setting[1]) * 2**20
