@@ -79,7 +79,7 @@ def test_fairscales_arguments_for_offloading_are_taken(name):
 def test_other_options_of_fairscale_may_only_be_declined():
     model = FullyShardedDataParallel(Model(), force_input_to_fp32=False)
     assert_equal(model, Model())
-    message = r"force_input_to_fp32=.*policy.*MixedPrecisionPolicy\(param_dtype=torch.float32\)"
+    message = r"force_input_to_fp32=.*mixed_precision=MixedPrecisionPolicy\(param_dtype=torch.float32\)"
     with pytest.raises(ValueError, match=message):
         FullyShardedDataParallel(Model(), force_input_to_fp32=True)
 

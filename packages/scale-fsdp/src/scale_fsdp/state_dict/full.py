@@ -174,7 +174,8 @@ def register_state_dict_hooks(unit: Unit) -> None:
         inside.register_load_state_dict_pre_hook(partial(shard_pre_hook, unit=unit))
     managed = {child for module in unit.modules for _, child in managed_modules(module)}
     for unsharded in managed.difference(unit.modules, (slot.module for slot in unit.slots)):
-        unsharded.register_load_state_dict_pre_hook(copying_pre_hook)
+        if not isinstance(unsharded, torch.jit.ScriptModule):  # It takes no hooks.
+            unsharded.register_load_state_dict_pre_hook(copying_pre_hook)
 
 
 @checked_arguments
