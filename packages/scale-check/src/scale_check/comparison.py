@@ -240,7 +240,7 @@ def _without_models_of_some_ranks(plain: Recording, *ranks: Recording) -> list[R
 def _calls_of_one_rank(plain: Recording, ranks: Sequence[Recording]) -> dict[Key, tuple[int, Recorded]]:
     """The rank and its output, or gradient of it, for each call of a module that a program calls once for each sample.
 
-    If it loops over its samples, the one process calls the module for those of rank 0, then for those of rank 1.
+    If it loops over its samples, the one process calls the module for the samples of rank 0, then of rank 1.
     """
     # Not each output has a gradient, so only outputs are counted.
     num_plain, *num_ranks = (

@@ -368,9 +368,9 @@ class Recorder:
         the same values, for example the ones of norms on a rank that steps on some of them, their names are not known.
         """
         named = dict(self._named_params())
-        own = {id(param) for param in named.values()}
+        param_ids = {id(param) for param in named.values()}
         narrow = {name: param for name, param in named.items() if param.is_floating_point() and param.numel()}
-        copies = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in own]
+        copies = [param for group in optimizer.param_groups for param in group["params"] if id(param) not in param_ids]
         copies = [copy for copy in copies if copy.grad is not None and copy.is_floating_point()]
         taken = set(self._copies.values())
         of_names: dict[tuple[str, ...], list[Tensor]] = {}

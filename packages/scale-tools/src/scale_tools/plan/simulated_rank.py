@@ -1,6 +1,6 @@
 """One simulated rank: on the simulated GPU, which gives memory and time in one run, or on the host, which gives memory.
 
-The device's memory, the bytes sent and the time are those of one step. The steps before it make the state of AdamW and
+The device's memory, the bytes sent and the time are of one step. The steps before it make the state of AdamW and
 the order in which units are prefetched.
 """
 

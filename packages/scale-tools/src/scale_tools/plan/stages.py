@@ -210,7 +210,7 @@ class PlannedStageTimes(NamedTuple):
 
 
 class SimulatedStage(NamedTuple):
-    """What a rank needs for its stage, and the times from which the schedule makes that of a step."""
+    """What a rank needs for its stage, and the times from which the schedule makes the time of a step."""
 
     estimate: Estimate
     times: PlannedStageTimes
